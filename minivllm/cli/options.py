@@ -1,0 +1,50 @@
+"""Above the chapters: options that several commands share, and the bar that shows a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--model, --dtype and --device."""
+    for option in (
+        click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:N."),
+        click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
+        click.option(
+            "--model",
+            default="smollm2-135m",
+            show_default=True,
+            help="smollm2-135m, a hub id, a folder, a .gguf file, or random:PRESET.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@contextmanager
+def download_bar() -> Iterator[Callable[[str, int, int | None], None]]:
+    """A function for `hub.resolve(progress=...)` that draws a bar on standard error once bytes arrive."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, Any] = {}
+
+    def report(description: str, done: int, total: int | None) -> None:
+        bar.start()
+        if description not in tasks:
+            tasks[description] = bar.add_task(description, total=total)
+        bar.update(tasks[description], completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if tasks:
+            bar.stop()

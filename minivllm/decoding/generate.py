@@ -1,0 +1,66 @@
+"""Chapter 0: the generate loop. Everything that a serving engine adds stands around these few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from numbers import Integral
+from random import Random
+
+import torch
+
+from minivllm.decoding.sampler import sample
+from minivllm.errors import InvalidPrompt, RequestTooLong
+from minivllm.memory.store import KVStore
+from minivllm.model.batch import Batch
+from minivllm.model.config import ModelConfig
+from minivllm.model.decoder import Decoder
+from minivllm.params import SamplingParams
+
+
+@torch.inference_mode()
+def generate(
+    model: Decoder, store: KVStore, prompt: Sequence[int], params: SamplingParams, seq_id: int = 0
+) -> Generator[int, None, None]:
+    """Yield the tokens that follow a prompt of token ids, one by one, the end-of-sequence token included.
+
+    Ends after params.max_tokens, at the model's longest context, or at an end-of-sequence token. Raises
+    InvalidPrompt. The store lets go of the sequence at the end, also when the caller stops early.
+    """
+    check_prompt(prompt, model.config)
+    tokens, generator, num_computed = list(prompt), Random(params.seed), 0
+    longest = min(len(tokens) + params.max_tokens, model.config.max_position_embeddings)
+    try:
+        while len(tokens) < longest:
+            batch = Batch.pack([(seq_id, tokens[num_computed:], num_computed)], model.device)
+            logits = model(batch, store)
+            num_computed = len(tokens) if store.keeps_kv else 0
+            tokens += sample(logits, [params], [generator])
+            yield tokens[-1]
+            if tokens[-1] in model.config.eos_token_ids and not params.ignore_eos:
+                break
+    finally:
+        store.free(seq_id)
+
+
+def check_prompt(prompt: Sequence[int], config: ModelConfig) -> None:
+    """Raises InvalidPrompt, or RequestTooLong when no token of the context is left to generate."""
+    if isinstance(prompt, Sequence) and len(prompt) == 0:
+        raise InvalidPrompt("The prompt is empty; a model needs at least one token to go on from.")
+    integers = isinstance(prompt, Sequence) and all(
+        isinstance(t, Integral) and not isinstance(t, bool) for t in prompt
+    )
+    if not integers:
+        raise InvalidPrompt(
+            "The prompt must be a list of token ids (whole numbers); encode text with the tokenizer first."
+        )
+    for at, token in enumerate(prompt):
+        if not 0 <= token < config.vocab_size:
+            raise InvalidPrompt(
+                f"Token id {token} at place {at} of the prompt is outside the vocabulary; "
+                f"ids run from 0 to {config.vocab_size - 1}. Is it this model's tokenizer's?"
+            )
+    if len(prompt) >= config.max_position_embeddings:
+        raise RequestTooLong(
+            f"The prompt has {len(prompt)} tokens and the model's longest context is "
+            f"{config.max_position_embeddings}, of which one must be left to generate. Shorten the prompt."
+        )

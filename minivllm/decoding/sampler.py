@@ -1,0 +1,68 @@
+"""Chapter 0: from a row of logits to one token.
+
+Temperature flattens or sharpens the distribution; min-p, top-k and top-p cut off its tail; one random
+number picks from what is left. On a row sorted from most to least likely all three cuts keep a head of
+the row, so the row is sorted once and the shortest head wins:
+
+    token          the   a     my    one   ...
+    probability    0.55  0.25  0.12  0.05  ...
+    top_k=3        keep  keep  keep  -          rank below k
+    top_p=0.75     keep  keep  -     -          what stands before it sums to less than top_p
+    min_p=0.2      keep  keep  keep  -          at least 0.2 x 0.55
+    u = 0.71       the first token at which the running sum of 0.55, 0.25 passes 0.71 x 0.80: "a"
+
+The order of the cuts is vLLM's: temperature, min-p, top-k, top-p over what top-k left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+
+from minivllm.params import SamplingParams
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[Random]) -> list[int]:
+    """One token id for each row of logits [num_seqs, vocab_size].
+
+    Row i follows params[i] and draws one number from generators[i], unless it is greedy. Rows do not
+    touch each other: a sequence's own generator gives it the same tokens whatever runs beside it.
+    """
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [i for i, p in enumerate(params) if not p.greedy]
+    if drawn:
+        probs, order = sampling_distribution(logits[drawn], [params[i] for i in drawn])
+        total = probs.cumsum(dim=-1)
+        uniform = torch.tensor(
+            [[generators[i].random()] for i in drawn], dtype=total.dtype, device=total.device
+        )
+        rank = torch.searchsorted(total, uniform * total[:, -1:], right=True)
+        last_kept = (probs > 0).sum(dim=-1, keepdim=True) - 1
+        picked = order.gather(1, rank.minimum(last_kept))
+        for i, token in zip(drawn, picked[:, 0].tolist(), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """What each row draws from: probabilities from high to low with cut tokens at 0, and their token ids.
+
+    Both [num_seqs, vocab_size]; float64, because a running sum over 150,000 float32 numbers drifts.
+    Probabilities of kept tokens are not scaled up to sum to 1.
+    """
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    scaled = logits.double()
+    scaled = (scaled - scaled.max(dim=-1, keepdim=True).values) / column([p.temperature for p in params])
+    probs, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=logits.device)
+    probs = probs * (probs >= column([p.min_p for p in params]) * probs[:, :1])
+    probs = probs * (rank < column([p.top_k if p.top_k > 0 else probs.shape[-1] for p in params]))
+    before = probs.cumsum(dim=-1) - probs
+    probs = probs * (before < column([p.top_p for p in params]) * probs.sum(dim=-1, keepdim=True))
+    return probs, order

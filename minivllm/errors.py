@@ -1,0 +1,41 @@
+"""Chapter 0: the project's own errors, so that a caller can tell a bad request from a bug.
+
+Every message says what was wrong, what was expected and what to do. After any of them the
+model, the memory and the engine can still be used.
+"""
+
+
+class MinivllmError(Exception):
+    """The root of every error that this package raises on purpose."""
+
+
+class InvalidOption(MinivllmError, ValueError):
+    """An option has a value that cannot be had: the message names the option and what would work."""
+
+
+class InvalidPrompt(MinivllmError, ValueError):
+    """A prompt is empty, holds a token id outside the vocabulary, or is not a prompt at all."""
+
+
+class RequestTooLong(InvalidPrompt):
+    """A request can never fit: its prompt is longer than the model or the memory allows."""
+
+
+class ModelNotFound(MinivllmError, LookupError):
+    """No model answers to this name, or it is not on disk and cannot be downloaded."""
+
+
+class InvalidModel(MinivllmError, ValueError):
+    """A model is there but cannot be used: an architecture or option that is not supported."""
+
+
+class InvalidModelFile(InvalidModel):
+    """A file of weights is damaged, truncated, or not what its name says."""
+
+
+class WeightMismatch(InvalidModel):
+    """Tensors are missing, extra or misshapen; each one is named."""
+
+
+class OutOfMemory(MinivllmError, RuntimeError):
+    """The KV memory has no room for what was asked. Nothing was changed."""

@@ -1,0 +1,1 @@
+"""Above the chapters: measuring and showing what the engine does."""

@@ -1,0 +1,53 @@
+"""Chapter 1: the books of the naive KV cache, where each sequence holds just what it uses.
+
+It grows by one token at a time and never holds a slot in reserve. That costs a copy at every step
+(`memory/naive_store.py`); chapter 2 shows what it costs to avoid the copy.
+"""
+
+from __future__ import annotations
+
+from minivllm.errors import OutOfMemory
+from minivllm.memory.manager import SequenceMemory, Snapshot
+
+
+class NaiveManager:
+    """Counts tokens per sequence against one budget of num_slots.
+
+    Invariant: the tokens of all sequences together never exceed num_slots.
+    """
+
+    def __init__(self, num_slots: int, bytes_per_token: int):
+        self.num_slots = num_slots
+        self.bytes_per_token = bytes_per_token
+        self._tokens: dict[int, int] = {}
+
+    def fits_ever(self, n: int) -> bool:
+        """Whether n tokens fit when nothing else is there."""
+        return n <= self.num_slots
+
+    def can_allocate(self, seq_id: int, n: int) -> bool:
+        """Whether sequence seq_id can have n tokens in all now."""
+        return n - self._tokens.get(seq_id, 0) <= self.num_slots - sum(self._tokens.values())
+
+    def allocate(self, seq_id: int, n: int) -> None:
+        """Let sequence seq_id have n tokens in all; it never shrinks. Raises OutOfMemory."""
+        if not self.can_allocate(seq_id, n):
+            raise OutOfMemory(
+                f"Sequence {seq_id} needs room for {n} tokens and has {self._tokens.get(seq_id, 0)}; "
+                f"of {self.num_slots} slots {self.snapshot().free} are free. Free another sequence first."
+            )
+        self._tokens[seq_id] = max(n, self._tokens.get(seq_id, 0))
+
+    def free(self, seq_id: int) -> None:
+        """Give back all slots of a sequence; an unknown id does nothing."""
+        self._tokens.pop(seq_id, None)
+
+    def snapshot(self) -> Snapshot:
+        """Every sequence, in the order in which they came."""
+        sequences = tuple(SequenceMemory(seq_id, n, n) for seq_id, n in self._tokens.items())
+        return Snapshot(self.num_slots, self.bytes_per_token, sequences)
+
+    def check_integrity(self) -> None:
+        """No sequence holds a negative number of slots, and together they hold no more than there are."""
+        assert all(n >= 0 for n in self._tokens.values())
+        assert sum(self._tokens.values()) <= self.num_slots

@@ -1,0 +1,95 @@
+"""Chapter 0: from the name of a model to a decoder with its weights in place."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from minivllm.errors import InvalidOption
+from minivllm.model.config import ModelConfig
+from minivllm.model.decoder import Decoder
+from minivllm.model.gguf_file import GGUFFile
+from minivllm.model.gguf_weights import gguf_config, gguf_tensors
+from minivllm.model.hub import ModelSource, resolve
+from minivllm.model.presets import PRESETS
+from minivllm.model.safetensors_weights import read_json, safetensors_tensors
+from minivllm.model.weights import load_weights, random_weights
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def load_model(
+    model: str | PathLike[str] | ModelSource, *, dtype: str = "auto", device: str = "auto", seed: int = 0
+) -> Decoder:
+    """The decoder of a model: "smollm2-135m", a hub id, a folder, a .gguf file, or "random:<preset>".
+
+    dtype: "float32", "float64", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's
+    own elsewhere. device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one. seed: for
+    "random:<preset>" alone.
+
+    Raises ModelNotFound, InvalidModel (of which InvalidModelFile and WeightMismatch are kinds) and
+    InvalidOption.
+    """
+    torch_device = resolve_device(device)
+    check_dtype(dtype)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**31:
+        raise InvalidOption(f"seed={seed!r} is not possible: it must be a whole number from 0 to 2**31 - 1.")
+    source = model if isinstance(model, ModelSource) else resolve(model)
+    if source.kind == "random":
+        config = PRESETS[str(source.preset)]
+        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
+        load_weights(decoder, random_weights(decoder, seed))
+    elif source.kind == "gguf":
+        file = GGUFFile(Path(str(source.path)))
+        config = gguf_config(file)
+        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
+        load_weights(decoder, gguf_tensors(file, config))
+    else:
+        folder = Path(str(source.path))
+        config = folder_config(folder)
+        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
+        load_weights(decoder, safetensors_tensors(folder))
+    return decoder
+
+
+def folder_config(folder: Path) -> ModelConfig:
+    """The shape in a Hugging Face folder's config.json, with the stop tokens of generation_config.json."""
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    return ModelConfig.from_hf(read_json(folder / "config.json"), eos)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises InvalidOption for anything but "auto" and the names in DTYPES."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidOption(f"dtype={dtype!r} is not possible: it must be one of auto, {', '.join(DTYPES)}.")
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in. Half precision is slow on most CPUs, so "auto" avoids it there."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cpu" or config.dtype not in DTYPES:
+        return torch.float32
+    return getattr(torch, config.dtype)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to run on. Raises InvalidOption for one that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidOption(
+            f"device={device!r} is not possible: it must be auto, cpu, cuda or cuda:N."
+        ) from None
+    if found.type not in ("cpu", "cuda"):
+        raise InvalidOption(f"device={device!r} is not possible: it must be auto, cpu, cuda or cuda:N.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise InvalidOption(
+            f"device={device!r} is not here: PyTorch sees {torch.cuda.device_count()} CUDA devices."
+        )
+    return found

@@ -1,0 +1,52 @@
+"""What the tests share: the real model, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from minivllm.model.decoder import Decoder
+from minivllm.model.hub import ModelSource, resolve
+from minivllm.model.loader import load_model
+from minivllm.model.tokenizer import Tokenizer, load_tokenizer
+
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread for tiny models, whose work is smaller than waking a second one; all for the real model."""
+    all_threads = torch.get_num_threads()
+    torch.set_num_threads(all_threads if "smollm2" in request.fixturenames else 1)
+    yield
+    torch.set_num_threads(all_threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2_source() -> ModelSource:
+    """The default model's file, downloaded at first use."""
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_source: ModelSource) -> Decoder:
+    """The default model in float32 on the CPU."""
+    return load_model(smollm2_source, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_source: ModelSource) -> Tokenizer:
+    """The default model's tokenizer."""
+    return load_tokenizer(smollm2_source)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the test's own."""
+    monkeypatch.setenv("MINIVLLM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"

@@ -1,0 +1,133 @@
+"""What measures and examines: the comparison of tokens, the ladder's rungs, the doctor."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivllm.decoding.generate import generate
+from minivllm.lab import doctor, ladder
+from minivllm.lab.same_tokens import compare_tokens
+from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.store import RecomputeStore
+from minivllm.model.loader import load_model
+from minivllm.params import SamplingParams
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("random:tiny-llama", dtype="float32", device="cpu", seed=1)
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny):
+    return list(generate(tiny, RecomputeStore(), PROMPT, SamplingParams(temperature=0, max_tokens=9)))
+
+
+def test_equal_tokens_are_the_same(tiny, tokens):
+    assert compare_tokens(tiny, PROMPT, tokens, list(tokens)).verdict == "yes"
+
+
+def test_a_wrong_token_is_no_tie(tiny, tokens):
+    wrong = [*tokens[:4], (tokens[4] + 1) % 300, *tokens[5:]]
+    comparison = compare_tokens(tiny, PROMPT, tokens, wrong)
+    assert comparison.verdict == "NO, from token 5"
+    assert comparison.gap > comparison.error > 0
+
+
+def test_a_run_that_ends_early_is_not_the_same(tiny, tokens):
+    assert compare_tokens(tiny, PROMPT, tokens, tokens[:-1]).verdict == "NO, from token 9"
+
+
+def test_two_tokens_nearer_than_the_error_are_a_tie(tiny, tokens):
+    """Two rows of the output layer made equal but for the last bits: either token may win."""
+    model = copy.deepcopy(tiny)
+    twin = next(i for i in range(300) if i not in tokens)
+    model.lm_head.weight[twin] = torch.nextafter(model.lm_head.weight[tokens[2]], torch.tensor(9.0))
+    swapped = [*tokens[:2], twin, *tokens[3:]]
+    comparison = compare_tokens(model, PROMPT, tokens, swapped)
+    assert comparison.first_difference == 2
+    assert comparison.verdict == (
+        "tie at token 3" if comparison.gap < comparison.error else "NO, from token 3"
+    )
+    model.lm_head.weight[twin] = model.lm_head.weight[tokens[2]]
+    assert compare_tokens(model, PROMPT, tokens, swapped).verdict == "tie at token 3"
+
+
+class ForgetfulStore(NaiveStore):
+    """Loses the oldest key and value: fluent, fast and wrong."""
+
+    def attend(self, layer, q, k, v, batch):
+        for key, (keys, values) in self._kv.items():
+            if key[1] == layer and len(keys) > 1:
+                self._kv[key] = torch.cat((keys[1:2], keys[1:])), torch.cat((values[1:2], values[1:]))
+        return super().attend(layer, q, k, v, batch)
+
+
+def test_the_ladder_tells_a_memory_that_forgets(tiny, monkeypatch):
+    broken = ladder.Rung("naive", 1, ladder.RUNGS["naive"].manager, ForgetfulStore)
+    monkeypatch.setitem(ladder.RUNGS, "naive", broken)
+    results = list(ladder.run_ladder(tiny, list(range(40)), max_tokens=12, lengths=(8,)))
+    assert results[0].same_tokens == "(reference)"
+    assert results[1].same_tokens.startswith("NO, from token")
+
+
+def test_each_length_asked_for_is_timed(tiny):
+    results = list(ladder.run_ladder(tiny, PROMPT, max_tokens=2, lengths=(1, 2, 33)))
+    assert [list(r.step_seconds) for r in results] == [[1, 2, 33]] * 2
+
+
+def test_the_doctor_finds_nothing_wrong_here_in_under_fifteen_seconds(smollm2_source):
+    start = time.perf_counter()
+    findings = {finding.what: finding for finding in doctor.examine()}
+    assert time.perf_counter() - start < 15
+    assert not [f for f in findings.values() if f.status == "fault"]
+    assert str(smollm2_source.path) in findings["model file"].found
+    assert "right answer" in findings["Triton interpreter"].found
+    assert findings["torch"].found == torch.__version__
+
+
+def test_the_doctor_does_not_download(home):
+    finding = doctor._model_file()
+    assert (finding.status, home.exists()) == ("note", False)
+    assert "minivllm pull" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (SimpleNamespace(returncode=0, stdout="0.25\n", stderr=""), "wrong answer here (off by 2.5e-01)"),
+        (SimpleNamespace(returncode=0, stdout="inf\n", stderr=""), "wrong answer"),
+        (SimpleNamespace(returncode=0, stdout="nan\n", stderr=""), "wrong answer"),
+        (
+            SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: no driver\n"),
+            "no driver",
+        ),
+        (SimpleNamespace(returncode=-11, stdout="", stderr=""), "no message"),
+    ],
+    ids=range(5),
+)
+def test_the_doctor_blames_the_environment_when_the_kernel_fails(monkeypatch, done, said):
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    finding = doctor._interpreter()
+    assert finding.status == "fault"
+    assert said in finding.found
+    assert " here" in finding.found
+
+
+def test_the_doctor_names_a_package_that_is_missing(monkeypatch):
+    assert doctor._package("no-such-package").status == "fault"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(
+        doctor, "version", lambda name: (_ for _ in ()).throw(doctor.PackageNotFoundError(name))
+    )
+    assert doctor._package("triton").status == "note"
+    assert doctor._interpreter().status == "note"
