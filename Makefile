@@ -10,6 +10,8 @@ STAMP := .venv/.made
 WHOLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] && .venv/bin/python -I -c \
 	'from importlib.util import find_spec; exit(not all(map(find_spec, ["pip", "torch", "minivllm"])))' \
 	2>/dev/null && echo yes)
+# One worker a core, four at most: each has PyTorch in memory.
+PARALLEL := -n logical --maxprocesses 4 --dist loadgroup
 CODE := minivllm tests $(wildcard solutions/*.py)
 
 .PHONY: help demo test test-full check format lab env clean remove
@@ -24,10 +26,10 @@ demo: $(STAMP) ## Fetch the small model, then run one workload through every des
 	.venv/bin/minivllm ladder
 
 test: $(STAMP) ## Run the tests
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest $(PARALLEL)
 
 test-full: $(STAMP) ## Run the tests with the exhaustive sets
-	.venv/bin/python -m pytest -m ""
+	.venv/bin/python -m pytest $(PARALLEL) -m ""
 
 check: $(STAMP) ## Check format, lint and types
 	.venv/bin/ruff format --check $(CODE)

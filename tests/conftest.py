@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,11 @@ settings.load_profile("suite")
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread for tiny models, whose work is smaller than waking a second one; all for the real model."""
+    """All threads for the real model when this process has the machine to itself, else one: tiny models have
+    less work than waking a second thread is, and threads of two processes hold each other up."""
     all_threads = torch.get_num_threads()
-    torch.set_num_threads(all_threads if "smollm2" in request.fixturenames else 1)
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    torch.set_num_threads(all_threads if alone and "smollm2" in request.fixturenames else 1)
     yield
     torch.set_num_threads(all_threads)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,10 +84,8 @@ def test_each_length_asked_for_is_timed(tiny):
     assert [list(r.step_seconds) for r in results] == [[1, 2, 33]] * 2
 
 
-def test_the_doctor_finds_nothing_wrong_here_in_under_fifteen_seconds(smollm2_source):
-    start = time.perf_counter()
+def test_the_doctor_finds_nothing_wrong_here(smollm2_source):
     findings = {finding.what: finding for finding in doctor.examine()}
-    assert time.perf_counter() - start < 15
     assert not [f for f in findings.values() if f.status == "fault"]
     assert str(smollm2_source.path) in findings["model file"].found
     assert "right answer" in findings["Triton interpreter"].found

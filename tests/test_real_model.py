@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from oracle import hf_greedy
@@ -12,7 +10,6 @@ from minivllm.decoding.generate import generate
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
-from minivllm.model.loader import load_model
 from minivllm.params import SamplingParams
 
 # 1 to 600, and around multiples of 16
@@ -30,6 +27,8 @@ Es war einmal ein Müller, der hatte drei Söhne, eine Mühle, einen Esel und ei
 The train left at 07:45 and arrived at 09:10, ten minutes late; the ticket had cost 23.50 euros.
 """
 MAX_TOKENS = 64
+
+pytestmark = pytest.mark.xdist_group("real model")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_tokens_and_logits_are_those_of_transformers(smollm2, theirs, prompts):
 def test_the_loop_gives_the_tokens_of_transformers_generate(smollm2, theirs, prompts, which):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     assert list(generate(smollm2, NaiveStore(), prompts[which], params)) == hf_greedy(
-        theirs, prompts[which], 24
+        theirs, prompts[which], 20
     )
 
 
@@ -121,15 +120,3 @@ def test_a_known_question_gets_its_answer(smollm2, smollm2_tokenizer):
     )
     params = SamplingParams(temperature=0, max_tokens=12)
     assert "Paris" in smollm2_tokenizer.decode(list(generate(smollm2, NaiveStore(), prompt, params)))
-
-
-def test_it_loads_in_under_five_seconds(smollm2_source, smollm2):
-    """The one clock among the tests: the limit is a promise to the reader, at least twice what it takes."""
-    fastest = min(_seconds_to_load(smollm2_source) for _ in range(2))
-    assert fastest < 5
-
-
-def _seconds_to_load(source) -> float:
-    start = time.perf_counter()
-    load_model(source, dtype="float32", device="cpu")
-    return time.perf_counter() - start
