@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
 from minivllm.model.config import ModelConfig
-from minivllm.model.layers import MLP, Attention, RMSNorm
+from minivllm.model.layers import MLP, Attention, Embedding, Linear, RMSNorm
 from minivllm.model.rope import inverse_frequencies, rotary_table
 
 
@@ -44,10 +44,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         inv_freq, self.rotary_factor = inverse_frequencies(config.rope, config.head_dim)
         self.inv_freq = inv_freq.to(
             device

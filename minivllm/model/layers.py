@@ -16,6 +16,20 @@ from minivllm.model.config import ModelConfig
 from minivllm.model.rope import apply_rotary
 
 
+class Linear(nn.Linear):
+    """PyTorch's, without the random start: drawing it, even on the meta device, loads 2 s of compiler."""
+
+    def reset_parameters(self) -> None:
+        """The weights come from a file or a seed."""
+
+
+class Embedding(nn.Embedding):
+    """PyTorch's, without the random start."""
+
+    def reset_parameters(self) -> None:
+        """The weights come from a file or a seed."""
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019, arXiv 1910.07467).
 
@@ -43,10 +57,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
         norm = config.qk_norm
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
@@ -67,9 +81,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
