@@ -205,3 +205,25 @@ def test_the_recompute_manager_holds_nothing_and_takes_everything():
     assert (manager.snapshot().held, manager.snapshot().free) == (0, 10)
     manager.free(0)
     assert SequenceMemory(1, 2, 2) not in manager.snapshot().sequences
+
+
+def test_two_sequences_under_one_id_are_refused_not_mixed(tiny):
+    store = NaiveStore()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    first, second = (generate(tiny, store, tokens_of(i, 5), params, seq_id=3) for i in (1, 2))
+    next(first)
+    with pytest.raises(ValueError, match="Sequence 3 has 10 tokens in memory; the batch says 5"):
+        next(second)
+
+
+def test_a_store_that_keeps_nothing_refuses_a_part_of_a_sequence(tiny):
+    with pytest.raises(ValueError, match="brings 1 of its 5 tokens"):
+        tiny(Batch.pack([(0, [1], 4)]), RecomputeStore())
+
+
+def test_sequences_that_take_turns_on_one_store_do_not_meet(tiny):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    alone = [list(generate(tiny, NaiveStore(), tokens_of(i, 5), params)) for i in range(3)]
+    store = NaiveStore()
+    turns = zip(*(generate(tiny, store, tokens_of(i, 5), params, seq_id=i) for i in range(3)), strict=True)
+    assert [list(tokens) for tokens in zip(*turns, strict=True)] == alone

@@ -25,13 +25,17 @@ class NaiveStore:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Join the new keys and values to the old ones, then attend over all of them."""
         out = torch.empty_like(q)
-        for seq_id, start, end, _ in batch:
+        for seq_id, start, end, seq_len in batch:
             keys, values = k[start:end], v[start:end]
             if (seq_id, layer) in self._kv:
                 old_keys, old_values = self._kv[seq_id, layer]
                 keys, values = torch.cat((old_keys, keys)), torch.cat((old_values, values))
             else:
                 keys, values = keys.clone(), values.clone()  # not a view that pins the whole batch
+            if len(keys) != seq_len:  # two sequences under one id would give fluent, wrong text
+                raise ValueError(
+                    f"Sequence {seq_id} has {len(keys)} tokens in memory; the batch says {seq_len}."
+                )
             self._kv[seq_id, layer] = keys, values
             out[start:end] = causal_attention(q[start:end], keys, values)
         return out

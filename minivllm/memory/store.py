@@ -47,8 +47,11 @@ class RecomputeStore:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Attention within the batch alone, so every sequence must be there from its first token."""
         out = torch.empty_like(q)
-        for _, start, end, seq_len in batch:
-            assert end - start == seq_len, "a store that keeps nothing needs the whole sequence"
+        for seq_id, start, end, seq_len in batch:
+            if end - start != seq_len:
+                raise ValueError(
+                    f"Sequence {seq_id} brings {end - start} of its {seq_len} tokens; nothing else is kept."
+                )
             out[start:end] = causal_attention(q[start:end], k[start:end], v[start:end])
         return out
 
