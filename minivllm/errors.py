@@ -39,3 +39,7 @@ class WeightMismatch(InvalidModel):
 
 class OutOfMemory(MinivllmError, RuntimeError):
     """The KV memory has no room for what was asked. Nothing was changed."""
+
+
+class OutOfBlocks(OutOfMemory):
+    """The block pool has fewer free blocks than were asked for. None was taken."""

@@ -58,6 +58,21 @@ def test_top_p_sums_probabilities_and_keeps_the_token_that_crosses_the_line():
     assert kept == [1, 1, 2, 2, 3]
 
 
+def test_on_the_line_itself_nothing_more_is_kept_and_the_next_token_is_drawn():
+    """Powers of two, so that sums are exact: what stands before a token reaches top_p, or u, exactly."""
+
+    class Half(Random):
+        def random(self) -> float:
+            return 0.5
+
+    logits = torch.tensor([[0.0, -math.log(2), -math.log(2)]], dtype=torch.float64)
+    probs, _ = sampling_distribution(logits, [SamplingParams()])
+    assert probs.cumsum(dim=-1).tolist() == [[0.5, 0.75, 1.0]]
+    kept = [distribution(logits, SamplingParams(top_p=p)).count_nonzero().item() for p in (0.5, 0.75, 1.0)]
+    assert kept == [1, 2, 3]
+    assert sample(logits, [SamplingParams()], [Half()]) == [1]
+
+
 def test_min_p_is_relative_to_the_most_likely_token():
     logits = torch.tensor([[0.5, 0.26, 0.24]]).log()
     assert distribution(logits, SamplingParams(min_p=0.5)).count_nonzero() == 2

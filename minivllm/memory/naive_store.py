@@ -37,7 +37,7 @@ class NaiveStore:
                     f"Sequence {seq_id} has {len(keys)} tokens in memory; the batch says {seq_len}."
                 )
             self._kv[seq_id, layer] = keys, values
-            out[start:end] = causal_attention(q[start:end], keys, values)
+            out[start:end] = causal_attention(q[start:end], keys, values, q.shape[-1] ** -0.5)
         return out
 
     def free(self, seq_id: int) -> None:

@@ -52,7 +52,7 @@ class RecomputeStore:
                 raise ValueError(
                     f"Sequence {seq_id} brings {end - start} of its {seq_len} tokens; nothing else is kept."
                 )
-            out[start:end] = causal_attention(q[start:end], k[start:end], v[start:end])
+            out[start:end] = causal_attention(q[start:end], k[start:end], v[start:end], q.shape[-1] ** -0.5)
         return out
 
     def free(self, seq_id: int) -> None:

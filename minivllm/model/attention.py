@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend from the last query_len of seq_len positions; returns [query_len, num_heads, head_dim].
 
     q [query_len, num_heads, head_dim]; k, v [seq_len, num_kv_heads, head_dim], seq_len >= query_len.
@@ -22,7 +22,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     group = num_heads // num_kv_heads
     grouped = q.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [kv, group, query, dim]
     grouped = grouped.reshape(num_kv_heads, group * query_len, head_dim)
-    scores = grouped @ k.permute(1, 2, 0) * head_dim**-0.5  # [kv, group * query, seq]
+    scores = grouped @ k.permute(1, 2, 0) * scale  # [kv, group * query, seq]
     if query_len > 1:
         scores = scores.view(num_kv_heads, group, query_len, seq_len)
         future = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).triu(
