@@ -54,6 +54,10 @@ class Snapshot:
 class KVManager(Protocol):
     """The accounting half of a KV memory; n counts the tokens that a sequence is to have in memory."""
 
+    def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
+        """Say, when a sequence arrives, how long it will become. Memory that grows need not know."""
+        ...
+
     def fits_ever(self, n: int) -> bool:
         """Whether a sequence of n tokens fits when it is alone."""
         ...
@@ -85,6 +89,9 @@ class RecomputeManager:
     def __init__(self, num_slots: int, bytes_per_token: int):
         self.num_slots = num_slots
         self.bytes_per_token = bytes_per_token
+
+    def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
+        """Nothing is reserved, so nothing need be known."""
 
     def fits_ever(self, n: int) -> bool:
         """Always."""

@@ -20,6 +20,10 @@ class NaiveManager:
         self.num_slots = num_slots
         self.bytes_per_token = bytes_per_token
         self._tokens: dict[int, int] = {}
+        self._held = 0
+
+    def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
+        """Memory is taken as a sequence grows, so its length need not be known."""
 
     def fits_ever(self, n: int) -> bool:
         """Whether n tokens fit when nothing else is there."""
@@ -27,7 +31,7 @@ class NaiveManager:
 
     def can_allocate(self, seq_id: int, n: int) -> bool:
         """Whether sequence seq_id can have n tokens in all now."""
-        return n - self._tokens.get(seq_id, 0) <= self.num_slots - sum(self._tokens.values())
+        return n - self._tokens.get(seq_id, 0) <= self.num_slots - self._held
 
     def allocate(self, seq_id: int, n: int) -> None:
         """Let sequence seq_id have n tokens in all; it never shrinks. Raises OutOfMemory."""
@@ -36,11 +40,13 @@ class NaiveManager:
                 f"Sequence {seq_id} needs room for {n} tokens and has {self._tokens.get(seq_id, 0)}; "
                 f"of {self.num_slots} slots {self.snapshot().free} are free. Free another sequence first."
             )
-        self._tokens[seq_id] = max(n, self._tokens.get(seq_id, 0))
+        before = self._tokens.get(seq_id, 0)
+        self._tokens[seq_id] = max(n, before)
+        self._held += self._tokens[seq_id] - before
 
     def free(self, seq_id: int) -> None:
         """Give back all slots of a sequence; an unknown id does nothing."""
-        self._tokens.pop(seq_id, None)
+        self._held -= self._tokens.pop(seq_id, 0)
 
     def snapshot(self) -> Snapshot:
         """Every sequence, in the order in which they came."""
@@ -50,4 +56,4 @@ class NaiveManager:
     def check_integrity(self) -> None:
         """No sequence holds a negative number of slots, and together they hold no more than there are."""
         assert all(n >= 0 for n in self._tokens.values())
-        assert sum(self._tokens.values()) <= self.num_slots
+        assert sum(self._tokens.values()) == self._held <= self.num_slots

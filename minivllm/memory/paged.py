@@ -56,6 +56,9 @@ class PagedManager:
         self._tables: dict[int, list[int]] = {}
         self._num_tokens: dict[int, int] = {}
 
+    def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
+        """Memory is taken as a sequence grows, so its length need not be known."""
+
     def fits_ever(self, n: int) -> bool:
         """Whether n tokens fit when nothing else is there."""
         return num_blocks_for(n, self.block_size) <= self.pool.num_blocks
