@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from minivllm.errors import InvalidOption
 from minivllm.model.config import ModelConfig
@@ -37,21 +39,24 @@ def load_model(
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**31:
         raise InvalidOption(f"seed={seed!r} is not possible: it must be a whole number from 0 to 2**31 - 1.")
     source = model if isinstance(model, ModelSource) else resolve(model)
-    if source.kind == "random":
-        config = PRESETS[str(source.preset)]
-        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
-        load_weights(decoder, random_weights(decoder, seed))
-    elif source.kind == "gguf":
-        file = GGUFFile(Path(str(source.path)))
-        config = gguf_config(file)
-        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
-        load_weights(decoder, gguf_tensors(file, config))
-    else:
-        folder = Path(str(source.path))
-        config = folder_config(folder)
-        decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
-        load_weights(decoder, safetensors_tensors(folder))
+    config, read = _open(source, seed)
+    decoder = Decoder(config, resolve_dtype(dtype, config, torch_device), torch_device)
+    load_weights(decoder, read(decoder))
     return decoder
+
+
+def _open(
+    source: ModelSource, seed: int
+) -> tuple[ModelConfig, Callable[[Decoder], Iterable[tuple[str, Tensor]]]]:
+    """The shape of a model, and a function that reads its weights."""
+    if source.kind == "random":
+        return PRESETS[str(source.preset)], lambda decoder: random_weights(decoder, seed)
+    path = Path(str(source.path))
+    if source.kind == "gguf":
+        file = GGUFFile(path)
+        config = gguf_config(file)
+        return config, lambda decoder: gguf_tensors(file, config)
+    return folder_config(path), lambda decoder: safetensors_tensors(path)
 
 
 def folder_config(folder: Path) -> ModelConfig:
