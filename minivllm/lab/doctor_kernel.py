@@ -6,6 +6,8 @@ own kernels: where it fails, the installation is at fault.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,4 @@ def largest_error(device: str) -> float:
 
 
 if __name__ == "__main__":
-    import sys
-
-    print(largest_error(sys.argv[1]))
+    sys.stdout.write(f"{largest_error(sys.argv[1])}\n")
