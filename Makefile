@@ -21,7 +21,7 @@ help: ## Show this list (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "Choose a Python with make PYTHON=/path/to/python3.12 (it counts when .venv is made)."
 
-demo: $(STAMP) ## Fetch the small model, then run one workload through every design
+demo: $(STAMP) ## Fetch the small model, then run one workload up the ladder
 	.venv/bin/minivllm pull
 	.venv/bin/minivllm ladder
 
@@ -40,8 +40,8 @@ format: $(STAMP) ## Format the code and repair what the linter can
 	.venv/bin/ruff check --fix-only $(CODE)
 	.venv/bin/ruff format $(CODE)
 
-lab: $(STAMP) ## Open the notebooks in JupyterLab
-	.venv/bin/jupyter-lab --LabApp.default_url=/lab/tree/notebooks
+lab: $(STAMP) ## Open the notebooks in JupyterLab (options: make lab ARGS=--no-browser)
+	.venv/bin/jupyter-lab --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 env: $(STAMP) ## Make or update .venv, the environment of every other target
 	@echo ".venv is ready."

@@ -1,7 +1,7 @@
 """Chapter 0: the project's own errors, so that a caller can tell a bad request from a bug.
 
-Every message says what was wrong, what was expected and what to do. After any of them the
-model, the memory and the engine can still be used.
+Every message says what was wrong, what was expected and what to do. After any of them
+the model and the memory can still be used.
 """
 
 
@@ -35,6 +35,10 @@ class InvalidModelFile(InvalidModel):
 
 class WeightMismatch(InvalidModel):
     """Tensors are missing, extra or misshapen; each one is named."""
+
+
+class InvalidLogits(MinivllmError, ArithmeticError):
+    """A row of logits holds NaN or infinity, so no token can be chosen from it."""
 
 
 class OutOfMemory(MinivllmError, RuntimeError):

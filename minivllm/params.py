@@ -5,9 +5,9 @@ The object is frozen: one `SamplingParams` can be shared by any number of reques
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from minivllm.errors import InvalidOption
 
@@ -53,13 +53,13 @@ class SamplingParams:
         """True when the most likely token is taken and nothing is drawn."""
         return self.temperature == 0
 
-    def _check_number(self, name: str, value: object) -> None:
-        finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        self._check(finite, name, "a finite number")
+    def _check_number(self, name: str, value: Any) -> None:
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        self._check(number and -1e300 < value < 1e300, name, "a finite number")  # NaN is below nothing
 
-    def _check_integer(self, name: str, value: object) -> None:
-        integer = isinstance(value, Integral) and not isinstance(value, bool)
-        self._check(integer or (name == "seed" and value is None), name, "an integer")
+    def _check_integer(self, name: str, value: Any) -> None:
+        right = isinstance(value, Integral) and not isinstance(value, bool) and int(value).bit_length() < 64
+        self._check(right or (name == "seed" and value is None), name, "an integer of at most 63 bits")
 
     def _check(self, right: bool, name: str, expected: str) -> None:
         if not right:

@@ -12,6 +12,7 @@ from oracle import hf_config, hf_greedy, hf_twin, random_decoder
 from minivllm.decoding.generate import generate
 from minivllm.errors import InvalidModel
 from minivllm.memory.store import RecomputeStore
+from minivllm.model.attention import causal_attention
 from minivllm.model.batch import Batch
 from minivllm.model.config import ModelConfig, RopeConfig
 from minivllm.params import SamplingParams
@@ -176,6 +177,49 @@ def test_a_config_without_head_dim_or_kv_heads_takes_the_usual_ones():
     assert ModelConfig.from_hf(BASE | {"model_type": "qwen3"}).head_dim == 128
 
 
+def test_what_stands_as_null_is_not_given():
+    nothing = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": None, "rope_scaling": None}
+    assert ModelConfig.from_hf(BASE | nothing) == ModelConfig.from_hf(BASE)
+
+
+def test_the_dtype_is_read_in_both_spellings():
+    for name in ("dtype", "torch_dtype"):
+        assert ModelConfig.from_hf(BASE | {name: "float16"}).dtype == "float16"
+
+
+def test_a_window_that_no_layer_has_is_no_window():
+    assert (
+        ModelConfig.from_hf(BASE | {"use_sliding_window": True, "max_window_layers": 2}).num_hidden_layers
+        == 2
+    )
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
+def test_the_rotary_parameters_count_that_transformers_counts(rope_type):
+    """rope_scaling goes before rope_parameters; the original context length at the top level before both."""
+    scaling = {
+        "rope_type": rope_type,
+        "factor": 3.0,
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 8,
+    }
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {"mscale": 0.0}
+    other = {"rope_type": "linear", "factor": 7.0, "rope_theta": 500.0}
+    config = BASE | {
+        "rope_parameters": other,
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": 16,
+    }
+    rope = ModelConfig.from_hf(config).rope
+    assert (rope.rope_type, rope.factor, rope.mscale) == (rope_type, 3.0, None)
+    assert rope.original_max_position_embeddings == 16
+
+
+def test_scores_that_overflow_float16_before_they_are_scaled_do_not_become_nan():
+    q = torch.full((2, 1, 64), 40.0, dtype=torch.float16)
+    assert causal_attention(q, q, q, 64**-0.5).isfinite().all()
+
+
 def test_stop_tokens_may_be_one_several_or_none():
     assert ModelConfig.from_hf(BASE).eos_token_ids == ()
     assert ModelConfig.from_hf(BASE | {"eos_token_id": 7}).eos_token_ids == (7,)
@@ -188,7 +232,18 @@ def test_stop_tokens_may_be_one_several_or_none():
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": None}, "None"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "sliding"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"head_dim": 10**9}, "head_dim"),
+        ({"vocab_size": 2**62}, "vocab_size"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rope_theta": 1e-320}, "rope_theta"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2}}, "above 1"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),

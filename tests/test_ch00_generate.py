@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ def test_it_ends_at_the_models_longest_context(tiny):
         ([1, 2.0], "token ids"),
         ([True], "token ids"),
         (torch.tensor([1, 2]), "token ids"),
+        (b"text", "token ids"),
         (7, "token ids"),
         (None, "token ids"),
         ([3, -1], "-1 at place 1"),
@@ -134,3 +136,17 @@ def test_a_tokenizer_that_drops_a_leading_space_does_not_eat_the_spaces_between(
     detokenizer = Detokenizer(Stripping())
     pieces = list(itertools.chain(map(detokenizer.add, [0, 1, 2, 0]), [detokenizer.flush()]))
     assert "".join(pieces) == "one two three one"
+
+
+def test_the_prompt_that_was_given_stays_as_it_was(tiny):
+    prompt = [1, 2, 3]
+    run(tiny, prompt)
+    assert prompt == [1, 2, 3]
+
+
+def test_a_seed_may_be_a_numpy_number(tiny):
+    import numpy as np
+
+    seeds: tuple[Any, ...] = (4, np.int64(4))
+    runs = [run(tiny, [1, 2], SamplingParams(seed=seed)) for seed in seeds]
+    assert runs[0] == runs[1]

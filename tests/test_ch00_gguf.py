@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -71,10 +72,18 @@ def permuted(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, decoder, kind: Q = Q.F32, *, settings: dict | None = None, extra: dict | None = None
+    path: Path,
+    decoder,
+    kind: Q = Q.F32,
+    *,
+    settings: dict | None = None,
+    extra: dict | None = None,
+    alignment: int = 32,
 ) -> Path:
     config, family = decoder.config, decoder.config.model_type
     writer = gguf.GGUFWriter(path, family)
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -281,6 +290,9 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):
         ({"llama.expert_count": 8}, "expert_count"),
         ({"llama.attention.sliding_window": 64}, "sliding_window"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.scale_linear": 2.0}, "scale_linear"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor"),
+        ({"llama.logit_scale": 2.0}, "logit_scale"),
     ],
     ids=str,
 )
@@ -288,6 +300,48 @@ def test_what_the_decoder_does_not_have_is_refused(settings, named, tmp_path):
     decoder = random_decoder(CONFIG, dtype=torch.float32)
     with pytest.raises(InvalidModel, match=named):
         load(write_gguf(tmp_path / "m.gguf", decoder, settings=settings))
+
+
+def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path):
+    decoder = random_decoder(CONFIG, dtype=torch.float32)
+    path = write_gguf(tmp_path / "m.gguf", decoder, settings={"llama.rope.scaling.factor": 4.0})
+    assert load(path).config.rope.rope_type == "linear"
+
+
+@pytest.mark.parametrize("place", [0, 7])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0, -1.0])
+def test_rope_factors_that_are_no_positive_numbers_are_refused(place, bad, tmp_path):
+    factors = np.ones(16, np.float32)
+    factors[place] = bad
+    decoder = random_decoder(CONFIG, dtype=torch.float32)
+    with pytest.raises(InvalidModel, match="16 positive numbers"):
+        load(write_gguf(tmp_path / "m.gguf", decoder, extra={"rope_freqs.weight": factors}))
+
+
+def test_a_size_that_is_no_whole_number_is_refused(good, tmp_path):
+    path = tmp_path / "m.gguf"
+    for value in (2.5, float("nan"), float("inf")):
+        old = b"llama.block_count\x04\0\0\0" + struct.pack("<I", 2)
+        assert old in good.read_bytes()
+        path.write_bytes(
+            good.read_bytes().replace(old, b"llama.block_count\x06\0\0\0" + struct.pack("<f", value))
+        )
+        with pytest.raises(InvalidModel, match=r"llama\.block_count is .*whole number"):
+            load(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(InvalidModelFile, match="it is no file"):
+        GGUFFile(tmp_path / "pipe.gguf")
+
+
+def test_a_file_may_align_its_tensors_as_it_likes_and_name_two_stop_tokens(tmp_path):
+    decoder = random_decoder(CONFIG, dtype=torch.float32, seed=3)
+    settings = {"tokenizer.ggml.eot_token_id": 9}
+    path = write_gguf(tmp_path / "m.gguf", decoder, settings=settings, alignment=256)
+    assert load(path).config.eos_token_ids == (5, 9)
+    assert torch.equal(load(path).norm.weight, decoder.norm.weight)
 
 
 def test_another_architecture_and_a_file_without_a_model_are_refused(good, tmp_path):

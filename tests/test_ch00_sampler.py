@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from minivllm.decoding.sampler import sample, sampling_distribution
-from minivllm.errors import InvalidOption
+from minivllm.errors import InvalidLogits, InvalidOption
 from minivllm.params import SamplingParams
 
 
@@ -140,6 +140,9 @@ def test_extreme_logits_and_temperatures_give_a_token(dtype):
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 10**400),
+        ("top_k", 10**400),
+        ("seed", 2**70),
         ("temperature", "hot"),
         ("temperature", True),
         ("top_p", 0),
@@ -163,3 +166,19 @@ def test_a_value_outside_its_range_is_refused_by_name(name, value):
 
 def test_values_at_the_ends_of_their_ranges_are_taken():
     assert SamplingParams(temperature=0, top_p=1, min_p=1, top_k=-1, max_tokens=1, seed=0).greedy
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_from_which_no_token_can_be_chosen_are_refused(bad, temperature):
+    logits = logits_of(0, rows=3)
+    logits[1, 5] = bad
+    with pytest.raises(InvalidLogits, match="Row 1"):
+        sample(logits, [SamplingParams(temperature=temperature)] * 3, [Random(0)] * 3)
+    with pytest.raises(InvalidLogits, match="Row 0"):
+        sample(torch.full((1, 4), -math.inf), [SamplingParams()], [Random(0)])
+
+
+def test_rows_without_parameters_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="3 rows, 2 params and 3 generators"):
+        sample(logits_of(0, rows=3), [SamplingParams()] * 2, [Random(0)] * 3)

@@ -68,6 +68,28 @@ def test_a_model_without_a_chat_template_says_so(tmp_path):
         tokenizer.apply_chat_template([{"role": "user", "content": "one"}])
 
 
+PANICS = '{"type": "Precompiled", "precompiled_charsmap": "AAAA"}'
+
+
+def test_a_tokenizer_that_makes_the_library_panic_is_refused(tmp_path):
+    source = words(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": json.loads(PANICS)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidModelFile):
+        load_tokenizer(source).encode("one")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no') }}", "{% if %}", "{{ nothing.at.all }}", "{{ 1 / 0 }}"],
+    ids=range(4),
+)
+def test_a_chat_template_that_fails_is_refused(tmp_path, template):
+    tokenizer = load_tokenizer(words(tmp_path, chat_template=template))
+    with pytest.raises(InvalidModelFile, match="chat template cannot be applied"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "one"}])
+
+
 @pytest.mark.parametrize("damage", ["{", '{"model": 3}', ""], ids=range(3))
 def test_a_damaged_tokenizer_is_refused(tmp_path, damage):
     source = words(tmp_path)
@@ -172,3 +194,9 @@ def test_what_is_not_text_is_refused(text, smollm2_tokenizer):
     for tokenizer in (ByteTokenizer(), smollm2_tokenizer):
         with pytest.raises(InvalidPrompt, match="must be text"):
             tokenizer.encode(text)
+
+
+def test_half_a_character_is_no_text(smollm2_tokenizer):
+    for tokenizer in (ByteTokenizer(), smollm2_tokenizer):
+        with pytest.raises(InvalidPrompt, match="no whole text"):
+            tokenizer.encode("a\udcff")

@@ -127,11 +127,32 @@ def test_a_tensor_that_does_not_fit_is_named(folder, change, named):
         load(folder)
 
 
-def test_old_rotary_tensors_and_a_tied_output_layer_are_passed_over(tmp_path):
-    decoder = save_folder(tmp_path, "tiny-qwen3")
-    extra = {"lm_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)}
-    rewrite(tmp_path, lambda tensors: tensors.update(extra))
+def test_old_rotary_tensors_are_passed_over(tmp_path):
+    decoder = save_folder(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)}))
     assert same_weights(load(tmp_path), decoder)
+
+
+def test_an_output_layer_in_the_file_of_a_tied_model_is_used_as_transformers_uses_it(tmp_path):
+    save_folder(tmp_path, "tiny-qwen3")
+    other = torch.randn(313, 48)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": other}))
+    assert torch.equal(load(tmp_path).lm_head.weight, other)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(3)}))
+    with pytest.raises(WeightMismatch, match=r"misshapen: lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_one_whole_file_goes_before_an_index(tmp_path):
+    decoder = save_folder(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"odd": "gone.safetensors"}}))
+    assert same_weights(load(tmp_path), decoder)
+
+
+def test_a_tensor_that_comes_twice_is_named():
+    decoder = Decoder(PRESETS["tiny-llama"])
+    with pytest.raises(WeightMismatch, match=r"double: model\.norm\.weight"):
+        load_weights(decoder, [*random_weights(decoder, 0), ("model.norm.weight", torch.ones(60))])
 
 
 def test_a_refused_load_leaves_the_decoder_as_it_was():
@@ -224,11 +245,12 @@ def test_a_config_that_is_no_json_object_is_refused(folder, content):
         ({"weight_map": {"model.norm.weight": "/etc/passwd"}}, "passwd"),
         ({"weight_map": {"model.norm.weight": "weights.bin"}}, r"weights\.bin"),
         ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, r"gone\.safetensors cannot be read"),
-        ({"weight_map": {"odd": "model.safetensors"}}, r"lacks 'odd'"),
+        ({"weight_map": {"odd": "shard.safetensors"}}, r"lacks 'odd'"),
     ],
     ids=range(8),
 )
 def test_an_index_that_lies_is_refused(folder, index, named):
+    (folder / SINGLE).rename(folder / "shard.safetensors")
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(InvalidModel, match=named):
         load(folder)

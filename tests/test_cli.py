@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -129,3 +130,40 @@ def test_pull_says_where_the_model_is(smollm2_source):
     assert done.exit_code == 0
     assert str(smollm2_source.path) in done.stdout
     assert "nothing to download" in run("pull", "random:tiny-llama").stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "hi"], ["ladder", "--max-tokens", "2"]], ids=["generate", "ladder"]
+)
+def test_a_terminal_that_cannot_show_every_character_is_no_error(command):
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"}
+    code = "from minivllm.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--model", "random:tiny-llama"],
+        capture_output=True,
+        env=environment,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+
+
+def test_a_full_disk_is_an_error_of_one_line():
+    code = "from minivllm.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", "hi", "--model", "random:tiny-llama"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode != 0
+    assert b"No space left" in done.stderr
+
+
+def test_tokens_that_differ_end_the_ladder_with_an_error_also_as_json(monkeypatch):
+    from test_lab import ForgetfulStore
+
+    from minivllm.lab import ladder
+
+    monkeypatch.setitem(
+        ladder.RUNGS, "naive", ladder.Rung("naive", 1, ladder.RUNGS["naive"].manager, ForgetfulStore)
+    )
+    for options in ([], ["--json"]):
+        done = run("ladder", "--model", "random:tiny-llama", "--max-tokens", "12", *options)
+        assert done.exit_code == 1
+        assert "different tokens" in done.stderr

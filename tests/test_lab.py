@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minivllm.decoding.generate import generate
+from minivllm.errors import InvalidModelFile, InvalidOption, RequestTooLong
 from minivllm.lab import doctor, ladder
 from minivllm.lab.same_tokens import compare_tokens
 from minivllm.memory.naive_store import NaiveStore
@@ -46,19 +47,30 @@ def test_a_run_that_ends_early_is_not_the_same(tiny, tokens):
     assert compare_tokens(tiny, PROMPT, tokens, tokens[:-1]).verdict == "NO, from token 9"
 
 
-def test_two_tokens_nearer_than_the_error_are_a_tie(tiny, tokens):
-    """Two rows of the output layer made equal but for the last bits: either token may win."""
+def test_two_tokens_nearer_than_the_error_are_a_tie_and_what_follows_is_still_checked(tiny, tokens):
+    """Two rows of the output layer made equal: either token may win, and each leads on to other tokens."""
     model = copy.deepcopy(tiny)
     twin = next(i for i in range(300) if i not in tokens)
-    model.lm_head.weight[twin] = torch.nextafter(model.lm_head.weight[tokens[2]], torch.tensor(9.0))
-    swapped = [*tokens[:2], twin, *tokens[3:]]
-    comparison = compare_tokens(model, PROMPT, tokens, swapped)
-    assert comparison.first_difference == 2
-    assert comparison.verdict == (
-        "tie at token 3" if comparison.gap < comparison.error else "NO, from token 3"
-    )
     model.lm_head.weight[twin] = model.lm_head.weight[tokens[2]]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    rest = list(generate(model, RecomputeStore(), [*PROMPT, *tokens[:2], twin], params))
+    swapped = [*tokens[:2], twin, *rest]
     assert compare_tokens(model, PROMPT, tokens, swapped).verdict == "tie at token 3"
+    assert compare_tokens(model, PROMPT, tokens, swapped[:-1]).verdict.startswith("NO")
+    garbage = [*swapped[:-1], (swapped[-1] + 1) % 300]
+    assert compare_tokens(model, PROMPT, tokens, garbage).verdict == "NO, from token 9"
+
+
+@pytest.mark.parametrize("max_tokens", [1022, 5000])
+def test_a_workload_longer_than_the_context_is_refused_before_anything_runs(tiny, max_tokens):
+    with pytest.raises(RequestTooLong, match=f"max_tokens={max_tokens}"):
+        next(ladder.run_ladder(tiny, PROMPT, max_tokens=max_tokens))
+
+
+def test_a_dtype_too_coarse_to_compare_tokens_is_refused():
+    model = load_model("random:tiny-llama", dtype="bfloat16", device="cpu")
+    with pytest.raises(InvalidOption, match="bfloat16"):
+        next(ladder.run_ladder(model, PROMPT))
 
 
 class ForgetfulStore(NaiveStore):
@@ -96,6 +108,21 @@ def test_the_doctor_does_not_download(home):
     finding = doctor._model_file()
     assert (finding.status, home.exists()) == ("note", False)
     assert "minivllm pull" in finding.found
+
+
+def test_the_doctor_says_when_the_model_file_is_damaged_or_the_folder_is_none(home):
+    from minivllm.model import hub
+
+    home.write_text("a file")
+    assert "is a file" in doctor._model_file().found
+    home.unlink()
+    path = home / "models" / hub.DEFAULT_MODEL / hub.SMOLLM2.file_name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF, half of it")
+    finding = doctor._model_file()
+    assert (finding.status, "damaged" in finding.found) == ("fault", True)
+    with pytest.raises(InvalidModelFile):
+        hub.find_default()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -25,9 +28,16 @@ class _Commands(click.Group):
         return getattr(import_module(f"minivllm.cli.{cmd_name}"), cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a narrow encoding shows "?" where it must
         try:
             return super().invoke(ctx)
         except MinivllmError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends quietly when nobody reads on
+                raise
             raise click.ClickException(str(error)) from error
 
 

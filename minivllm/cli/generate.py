@@ -29,16 +29,22 @@ from minivllm.cli.options import download_bar, model_options
     "--top-k", type=int, default=0, show_default=True, help="Keep the K likeliest tokens; 0 keeps all."
 )
 @click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this sum."
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Keep the likeliest tokens until their probabilities sum to P.",
 )
 @click.option(
     "--min-p",
     type=float,
     default=0.0,
     show_default=True,
-    help="Drop tokens this much less likely than the top.",
+    help="Drop tokens less likely than P times the likeliest.",
 )
-@click.option("--seed", type=int, default=None, help="Sample the same tokens each time.")
+@click.option(
+    "--seed", type=int, default=None, help="With a temperature above 0: sample the same tokens each time."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 def generate(
     prompt: str,
@@ -69,6 +75,8 @@ def generate(
     from minivllm.model.tokenizer import load_tokenizer
 
     if prompt == "-":
+        if sys.stdin is None:
+            raise click.UsageError('PROMPT is "-", and there is no standard input.')
         prompt = sys.stdin.read()
     with download_bar() as progress:
         source = resolve(model, progress=progress)

@@ -45,8 +45,11 @@ def ladder(model: str, dtype: str, device: str, rungs: str | None, max_tokens: i
     with download_bar() as progress:
         source = resolve(model, progress=progress)
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        click.echo("loading the model, then running the rungs; each takes seconds", err=True)
     with console.status("loading the model") as status:
-        prompt = load_tokenizer(source).encode(lab.PROMPT)
+        tokenizer = load_tokenizer(source)
+        prompt = tokenizer.encode(lab.PROMPT)
         decoder = load_model(source, dtype="float32" if dtype == "auto" else dtype, device=device)
         room = decoder.config.max_position_embeddings
         lengths = [n for n in lab.LENGTHS if n <= room]
@@ -62,15 +65,26 @@ def ladder(model: str, dtype: str, device: str, rungs: str | None, max_tokens: i
         )
         for result in run:
             results.append(result)
+            if not console.is_terminal:  # nobody sees the spinner there
+                click.echo(f"{result.name}: done", err=True)
     about = lab.about(decoder, model)
     if as_json:
         workload = {"prompt_tokens": len(prompt), "max_tokens": max_tokens}
         click.echo(json.dumps({**about, **workload, "rungs": [r.to_json() for r in results]}))
+        _refuse_different_tokens(results)
         return
-    console.print(f"\n{model}, {about['dtype']}, {about['device']} ({about['versions']}, {about['date']})")
+    heading = f"\n{model}, {about['dtype']}, {about['device']} ({about['versions']}, {about['date']})"
+    console.print(heading, markup=False)
     console.print(f"One request: a prompt of {len(prompt)} tokens, {max_tokens} generated greedily.\n")
+    console.print(tokenizer.decode(prompt), end="", markup=False, highlight=False)
+    console.print(tokenizer.decode(results[0].token_ids), style="bold", markup=False, highlight=False)
+    console.print()
     console.print(workload_table(results))
     console.print(length_table(results))
+    _refuse_different_tokens(results)
+
+
+def _refuse_different_tokens(results: list[RungResult]) -> None:
     if not all(r.same_tokens.startswith(("(", "yes", "tie")) for r in results):
         raise click.ClickException("The rungs gave different tokens: that is a fault in this program.")
 

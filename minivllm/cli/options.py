@@ -14,8 +14,10 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--model, --dtype and --device."""
     for option in (
-        click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:N."),
-        click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+        click.option(
+            "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Precision."
+        ),
         click.option(
             "--model",
             default="smollm2-135m",

@@ -27,7 +27,11 @@ def generate(
     InvalidPrompt. The store lets go of the sequence at the end, also when the caller stops early.
     """
     check_prompt(prompt, model.config)
-    tokens, generator, num_computed = list(prompt), Random(params.seed), 0
+    tokens, generator, num_computed = (
+        list(prompt),
+        Random(None if params.seed is None else int(params.seed)),
+        0,
+    )
     longest = min(len(tokens) + params.max_tokens, model.config.max_position_embeddings)
     try:
         while len(tokens) < longest:
@@ -46,8 +50,11 @@ def check_prompt(prompt: Sequence[int], config: ModelConfig) -> None:
     """Raises InvalidPrompt, or RequestTooLong when no token of the context is left to generate."""
     if isinstance(prompt, Sequence) and len(prompt) == 0:
         raise InvalidPrompt("The prompt is empty; a model needs at least one token to go on from.")
-    integers = isinstance(prompt, Sequence) and all(
-        isinstance(t, Integral) and not isinstance(t, bool) for t in prompt
+    bytes_like = isinstance(prompt, (str, bytes, bytearray, memoryview))
+    integers = (
+        isinstance(prompt, Sequence)
+        and not bytes_like
+        and all(isinstance(t, Integral) and not isinstance(t, bool) for t in prompt)
     )
     if not integers:
         raise InvalidPrompt(

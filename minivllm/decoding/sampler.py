@@ -22,6 +22,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from minivllm.errors import InvalidLogits
 from minivllm.params import SamplingParams
 
 
@@ -29,9 +30,21 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
     """One token id for each row of logits [num_seqs, vocab_size].
 
     Row i follows params[i] and draws one number from generators[i], unless it is greedy. Rows do not
-    touch each other: a sequence's own generator gives it the same tokens whatever runs beside it.
+    touch each other: a sequence's own generator gives it the same tokens whatever runs beside it. Raises
+    InvalidLogits for a row that holds NaN or has no finite maximum.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    if not len(logits) == len(params) == len(generators):
+        raise ValueError(
+            f"{len(logits)} rows, {len(params)} params and {len(generators)} generators do not match."
+        )
+    largest, best = logits.max(dim=-1)
+    tokens: list[int] = best.tolist()
+    if not largest.isfinite().all():  # NaN wins every max; all of a row at -inf leaves no token either
+        row = int(largest.isfinite().logical_not().nonzero()[0])
+        raise InvalidLogits(
+            f"Row {row} of the logits has {largest[row].item()} for its maximum, so no token can be chosen. "
+            "The weights are damaged, or the dtype is too narrow for this model: try dtype='float32'."
+        )
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
         probs, order = sampling_distribution(logits[drawn], [params[i] for i in drawn])

@@ -80,14 +80,18 @@ def _interpreter() -> Finding:
     command = [sys.executable, "-m", "minivllm.lab.doctor_kernel", "cpu"]
     try:
         done = subprocess.run(
-            command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60
+            command,
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},  # no module of this folder
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(what, f"could not be run: {error}", "fault")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return Finding(what, f"a known kernel cannot run here: {last}", "fault")
-    off = float(done.stdout)
+    off = float(done.stdout.split()[-1])
     if not off < 1e-6:
         return Finding(what, f"a known kernel gives a wrong answer here (off by {off:.1e})", "fault")
     return Finding(what, f"a known kernel gives the right answer (off by {off:.1e})")

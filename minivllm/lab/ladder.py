@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from minivllm.decoding.generate import generate
-from minivllm.errors import InvalidOption
+from minivllm.errors import InvalidOption, RequestTooLong
 from minivllm.lab.same_tokens import compare_tokens
 from minivllm.memory.manager import KVManager, RecomputeManager
 from minivllm.memory.naive import NaiveManager
@@ -89,6 +89,14 @@ def run_ladder(
     report: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[RungResult]:
     """Yield each rung's result as soon as it is there; the first is what the others are compared with."""
+    if model.dtype not in (torch.float32, torch.float64):
+        raise InvalidOption(f"dtype {model.dtype} rounds too much to compare tokens; use float32 or float64.")
+    longest = min(max_model_len, model.config.max_position_embeddings)
+    if len(prompt) + max_tokens > longest:
+        raise RequestTooLong(
+            f"The prompt's {len(prompt)} tokens and max_tokens={max_tokens} are more than the {longest} that "
+            "a sequence may have here. Lower max_tokens."
+        )
     first: list[int] | None = None
     _warm_up(model, prompt)
     for rung in check_rungs(rungs):
@@ -108,7 +116,10 @@ def run_ladder(
 def _run_workload(
     model: Decoder, rung: Rung, prompt: Sequence[int], max_tokens: int, max_model_len: int
 ) -> RungResult:
-    """Generate greedily; the books are kept beside the tensors, and must agree with them at the end."""
+    """Generate greedily, and keep the manager's books beside the store's tensors, step by step.
+
+    KV held is what the books say; tests hold them to the bytes of the tensors.
+    """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     bytes_per_token = model.config.kv_elements_per_token * model.dtype.itemsize
     manager, store = rung.manager(max_model_len, bytes_per_token), rung.store()

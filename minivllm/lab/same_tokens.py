@@ -9,8 +9,9 @@ two candidates must be below the error that float32 has at that very place.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,15 +42,28 @@ class Comparison:
 def compare_tokens(
     model: Decoder, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]
 ) -> Comparison:
-    """Compare the tokens that two greedy runs gave after one prompt."""
-    differing = [i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b]
-    if not differing and len(expected) != len(got):
-        return Comparison(min(len(expected), len(got)))
+    """Compare the tokens that two greedy runs gave after one prompt.
+
+    After a tie the two go different ways, so from there on each token of `got` is held to what float64
+    says of its own prefix: it must be the best, or nearer to the best than the error.
+    """
+    if len(expected) != len(got):
+        return Comparison(min(len(expected), len(got)), math.inf)
+    differing = [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
     if not differing:
         return Comparison()
-    at = differing[0]
-    batch = Batch.pack([(0, [*prompt, *expected[:at]], 0)], model.device)
-    logits = model(batch, RecomputeStore())[0].double()
-    exact = copy.deepcopy(model).double()(batch, RecomputeStore())[0]
-    gap = (exact[expected[at]] - exact[got[at]]).abs().item()
-    return Comparison(at, gap, (logits - exact).abs().max().item())
+    first = differing[0]
+    tokens = [*prompt, *got]
+    batch = Batch.pack([(0, tokens[:-1], 0)], model.device)
+    rows = torch.arange(len(prompt) - 1, len(tokens) - 1, device=model.device)
+    batch = replace(batch, logits_indices=rows)  # the logits that each token of `got` was chosen from
+    rounded = model(batch, RecomputeStore()).double()
+    exact = copy.deepcopy(model).double()(batch, RecomputeStore())
+    error = (rounded - exact).abs().amax(dim=-1)
+    chosen = exact.gather(1, torch.tensor(got, device=model.device)[:, None])[:, 0]
+    gap = exact.amax(dim=-1) - chosen
+    gap[first] = max(gap[first], (exact[first, expected[first]] - chosen[first]).abs())
+    worst = first + int((gap - error)[first:].argmax())
+    if gap[worst] < error[worst]:
+        worst = first
+    return Comparison(worst, gap[worst].item(), error[worst].item())

@@ -1,6 +1,7 @@
 """Chapter 1: the naive KV cache: a tensor of keys and one of values per sequence and layer.
 
-A token's key and value depend only on the tokens before it, so they are computed once and kept. New
+A token's key and value depend on that token and those before it, never on later ones, so they are
+computed once and kept. New
 ones are joined on with `torch.cat`, which makes a longer tensor and copies the whole of the old one:
 n tokens one at a time copy 1 + 2 + ... + (n - 1) rows.
 """

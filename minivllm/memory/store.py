@@ -27,7 +27,7 @@ class KVStore(Protocol):
     keeps_kv: bool
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Store this layer's new k and v, attend over all of each sequence, return q's shape.
+        """Attend over all tokens of each sequence, keeping the new k and v where it keeps any; q's shape.
 
         q [num_tokens, num_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim], all packed as
         the batch says.

@@ -17,12 +17,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     a multiple of num_kv_heads: neighbouring query heads share a key/value head (grouped-query
     attention, Ainslie et al., 2023, arXiv 2305.13245).
     """
+    # Query heads that share a KV head stand beside each other: their rows are folded into one matrix per KV
+    # head, [group * query_len, head_dim], so that one product serves the group and no key is copied.
     query_len, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape
     group = num_heads // num_kv_heads
+    q = q * scale  # before the product: in float16 the product may overflow
     grouped = q.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [kv, group, query, dim]
     grouped = grouped.reshape(num_kv_heads, group * query_len, head_dim)
-    scores = grouped @ k.permute(1, 2, 0) * scale  # [kv, group * query, seq]
+    scores = grouped @ k.permute(1, 2, 0)  # [kv, group * query, seq]
     if query_len > 1:
         scores = scores.view(num_kv_heads, group, query_len, seq_len)
         future = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).triu(

@@ -7,7 +7,7 @@ begins, and it asks the batch.
     token_ids       [ a a a a a | b | c c ]
     positions       [ 0 1 2 3 4 | 7 | 3 4 ]      b has 7 tokens in memory already, c has 3
     query_start     [ 0, 5, 6, 8 ]
-    seq_lens        [ 5, 8, 5 ]                  tokens in memory once this step is done
+    seq_lens        [ 5, 8, 5 ]                  tokens of each sequence, the new ones included
     logits_indices  [ 4, 5, 7 ]                  the last row of each: only these reach the output layer
 """
 

@@ -60,6 +60,8 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
+        if not path.is_file():  # a pipe would be waited for
+            raise InvalidModelFile(f"{path} cannot be read as a GGUF file: it is no file.")
         try:
             with open(path, "rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -53,9 +53,22 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         return value
 
     def size(key: str, default: int | None = None) -> int:
-        return int(setting(key, default))
+        value = setting(key, default)
+        if not isinstance(value, int):
+            raise InvalidModel(
+                f"{file.path}: the setting {family}.{key} is {value!r}; a whole number is needed."
+            )
+        return value
 
-    for unsupported in ("expert_count", "attention.sliding_window"):
+    unsupported_settings = (
+        "expert_count",
+        "attention.sliding_window",
+        "attention.scale",
+        "logit_scale",
+        "embedding_scale",
+        "residual_scale",
+    )
+    for unsupported in unsupported_settings:
         if settings.get(f"{family}.{unsupported}"):
             raise InvalidModel(f"{file.path} uses {family}.{unsupported}, which this decoder does not have.")
     if "token_embd.weight" not in file.tensors:
@@ -129,7 +142,11 @@ def _unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 def _rope(file: GGUFFile, family: str, theta: float, context_length: int) -> RopeConfig:
     prefix = f"{family}.rope.scaling."
-    kind = file.metadata.get(prefix + "type", "none")
+    known = {prefix + name for name in ("type", "factor", "original_context_length", "finetuned")}
+    for key in file.metadata.keys() - known:
+        if key.startswith(prefix) or key == f"{family}.rope.scale_linear":
+            raise InvalidModel(f"{file.path} sets {key}, which this decoder does not have.")
+    kind = file.metadata.get(prefix + "type", "linear" if prefix + "factor" in file.metadata else "none")
     if kind not in ("none", "linear", "yarn"):
         raise InvalidModel(
             f"{file.path}: {prefix}type is {kind!r}; this decoder has 'none', 'linear' and 'yarn'."

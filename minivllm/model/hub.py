@@ -114,9 +114,21 @@ def pull(
 
 
 def find_default() -> Path | None:
-    """The default model's file, where it is on disk and whole; nothing is downloaded or changed."""
-    path = cache_home() / "models" / DEFAULT_MODEL / SMOLLM2.file_name
-    return path if is_intact(path, SMOLLM2.size, SMOLLM2.sha256) else None
+    """The default model's file, or None where there is none yet; nothing is downloaded or changed.
+
+    Raises InvalidModelFile for one that is damaged, and InvalidOption for a MINIVLLM_HOME that is a file.
+    """
+    path = _home() / "models" / DEFAULT_MODEL / SMOLLM2.file_name
+    if os.path.exists(path) and not is_intact(path, SMOLLM2.size, SMOLLM2.sha256):
+        raise InvalidModelFile(f"{path} is damaged or incomplete; `minivllm pull` replaces it.")
+    return path if os.path.exists(path) else None
+
+
+def _home() -> Path:
+    home = cache_home()
+    if os.path.isfile(home):
+        raise InvalidOption(f"MINIVLLM_HOME={str(home)!r} is a file. It must be a folder; it need not exist.")
+    return home
 
 
 def _name_of(model: object, option: str = "model") -> str:
@@ -129,10 +141,7 @@ def _name_of(model: object, option: str = "model") -> str:
 
 
 def _default(progress: Progress | None, from_file: Path | None = None) -> ModelSource:
-    home = cache_home()
-    if os.path.isfile(home):
-        raise InvalidOption(f"The folder for downloads, {home}, is a file. Set MINIVLLM_HOME to a folder.")
-    folder = home / "models" / DEFAULT_MODEL
+    folder = _home() / "models" / DEFAULT_MODEL
     path = fetch(SMOLLM2, folder, from_file=from_file, progress=progress)
     return ModelSource(DEFAULT_MODEL, "gguf", path)
 
@@ -149,9 +158,9 @@ def _on_disk(name: str) -> ModelSource | None:
         files = sorted(path.glob("*.gguf"))
         hint = f"Did you mean the file {files[0]}?" if files else WHAT_WORKS
         raise ModelNotFound(f"The folder {path} is not a model: it has no config.json. {hint}")
-    if not os.path.exists(path):
+    if not os.path.exists(path) or name == DEFAULT_MODEL:  # a file of that name may lie about
         return None
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf" and os.path.isfile(path):
         return ModelSource(name, "gguf", path)
     why = f" {WHY_NO_PICKLES}." if path.suffix.lower() in PICKLES else ""
     raise InvalidModelFile(f"The file {path} is not a model.{why} {WHAT_WORKS}")

@@ -36,8 +36,9 @@ def safetensors_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises InvalidModelFile for a damaged file, InvalidModel for a folder without safetensors,
     WeightMismatch for a tensor that the index places in a file that lacks it.
     """
-    placed = _index(folder) if (folder / _INDEX).exists() else {_SINGLE: None}
-    if _SINGLE in placed and not (folder / _SINGLE).exists():
+    single = (folder / _SINGLE).exists() or not (folder / _INDEX).exists()
+    placed = {_SINGLE: None} if single else _index(folder)
+    if single and not (folder / _SINGLE).exists():
         pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         why = (
             f"Weights in pickle ({', '.join(pickled)}) can run code and are never opened. " if pickled else ""

@@ -10,13 +10,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from minivllm.errors import InvalidModelFile, InvalidOption, InvalidPrompt
+from minivllm.errors import InvalidModelFile, InvalidOption, InvalidPrompt, MinivllmError
 from minivllm.model.hub import ModelSource, cache_home, resolve
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class TransformersTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        return self._tokenizer.encode(_as_text(text), add_special_tokens=add_special_tokens)
+        with _tokenizer_faults("This model's tokenizer cannot encode this text"):
+            return self._tokenizer.encode(_as_text(text), add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, spaces as the model wrote them."""
@@ -76,7 +78,10 @@ class TransformersTokenizer:
         """Token ids of a conversation in the model's own format. Raises InvalidOption where it has none."""
         if not self._tokenizer.chat_template:
             raise InvalidOption("This model has no chat template; give it a plain prompt.")
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        with _tokenizer_faults("This model's chat template cannot be applied"):
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
         return self.encode(text, add_special_tokens=False)  # the template has written them already
 
 
@@ -110,14 +115,25 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _from_pretrained(origin: Path, folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
-    try:
+    with _tokenizer_faults(f"{origin} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as error:  # a damaged tokenizer makes transformers raise almost any type
+
+
+@contextmanager
+def _tokenizer_faults(what: str) -> Iterator[None]:
+    """Turn whatever a tokenizer from a file raises into our own error: it may be of almost any type, and
+    a panic in the tokenizers library is not even an Exception."""
+    try:
+        yield
+    except MinivllmError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C
         raise InvalidModelFile(
-            f"{origin} has no tokenizer that transformers can read ({type(error).__name__}: {error}). "
-            "Take a checkpoint that comes with its tokenizer."
+            f"{what} ({type(error).__name__}: {error}). Take a checkpoint that comes with its tokenizer."
         ) from error
 
 
@@ -136,4 +152,8 @@ def _keep(save: Callable[[str], object], folder: Path) -> None:
 def _as_text(text: object) -> str:
     if not isinstance(text, str):
         raise InvalidPrompt(f"A prompt must be text, not {type(text).__name__}.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(f"The prompt is no whole text: {error.reason} at place {error.start}.") from error
     return text

@@ -25,28 +25,31 @@ def load_weights(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> Non
     is then as it was.
     """
     expected = decoder.state_dict()
-    tied = decoder.config.tie_word_embeddings
     found: dict[str, Tensor] = {}
+    seen: set[str] = set()
     faults: list[str] = []
     for full_name, tensor in tensors:
         name = full_name.removeprefix("model.")
-        if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-            continue  # old checkpoints carry them; they follow from the config and the embedding
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # old checkpoints carry it; it follows from the config
+        shown = full_name if full_name.isprintable() else ascii(full_name)
         if name not in expected:
-            faults.append(f"extra: {full_name} {list(tensor.shape)}")
-        elif name in found:
-            faults.append(f"double: {full_name}")
+            faults.append(f"extra: {shown} {list(tensor.shape)}")
+        elif name in seen:
+            faults.append(f"double: {shown}")
         elif tensor.shape != expected[name].shape:
             faults.append(
-                f"misshapen: {full_name} is {list(tensor.shape)}, expected {list(expected[name].shape)}"
+                f"misshapen: {shown} is {list(tensor.shape)}, expected {list(expected[name].shape)}"
             )
         elif not tensor.is_floating_point():
-            faults.append(f"not floating-point: {full_name} is {tensor.dtype}")
+            faults.append(f"not floating-point: {shown} is {tensor.dtype}")
         else:
             found[name] = tensor.to(device=decoder.device, dtype=decoder.dtype)
-    if tied and "embed_tokens.weight" in found:
-        found["lm_head.weight"] = found["embed_tokens.weight"]
-    seen = found.keys() | {fault.split()[1].removeprefix("model.") for fault in faults}
+        seen.add(name)
+    if decoder.config.tie_word_embeddings and "lm_head.weight" not in seen:
+        seen.add("lm_head.weight")
+        if "embed_tokens.weight" in found:
+            found["lm_head.weight"] = found["embed_tokens.weight"]
     faults += [f"missing: {name} {list(t.shape)}" for name, t in expected.items() if name not in seen]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -66,6 +69,8 @@ def random_weights(decoder: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
     attention should see, or should not, changes the logits.
     """
     for name, meta in decoder.state_dict().items():
+        if name == "lm_head.weight" and decoder.config.tie_word_embeddings:
+            continue
         own_seed = zlib.crc32(f"{seed} {name}".encode())  # PyTorch's CPU generator looks at 32 bits only
         generator = torch.Generator(decoder.device).manual_seed(own_seed)
         noise = torch.randn(meta.shape, generator=generator, device=decoder.device)
