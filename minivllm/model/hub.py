@@ -127,7 +127,7 @@ def find_default() -> Path | None:
 def _home() -> Path:
     home = cache_home()
     if os.path.isfile(home):
-        raise InvalidOption(f"MINIVLLM_HOME={str(home)!r} is a file. It must be a folder; it need not exist.")
+        raise InvalidOption(f"The folder for downloads, {home}, is a file. Set MINIVLLM_HOME to a folder.")
     return home
 
 
