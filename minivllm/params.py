@@ -45,6 +45,8 @@ class SamplingParams:
         self._check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         self._check(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
         self._check(self.seed is None or self.seed >= 0, "seed", "None, or at least 0")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", int(self.seed))  # random.Random knows no NumPy number
         self._check(self.max_tokens >= 1, "max_tokens", "at least 1")
         self._check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import kernels
-from minivllm.errors import OutOfBlocks
+from minivllm.errors import InvalidOption, OutOfBlocks
 from minivllm.memory.blocks import BlockPool
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.paged import PagedManager, num_blocks_for, slot_mapping
@@ -221,3 +221,8 @@ def test_a_block_is_one_contiguous_page_and_a_layers_view_is_not_flat():
     assert store.kv[1].is_contiguous()
     with pytest.raises(RuntimeError, match="view"):
         store.kv[:, 0, 0].view(-1)
+
+
+def test_an_unknown_way_to_attend_is_refused():
+    with pytest.raises(InvalidOption, match="attention='tpu'"):
+        kernels.get("tpu")

@@ -27,11 +27,7 @@ def generate(
     InvalidPrompt. The store lets go of the sequence at the end, also when the caller stops early.
     """
     check_prompt(prompt, model.config)
-    tokens, generator, num_computed = (
-        list(prompt),
-        Random(None if params.seed is None else int(params.seed)),
-        0,
-    )
+    tokens, generator, num_computed = list(prompt), Random(params.seed), 0
     longest = min(len(tokens) + params.max_tokens, model.config.max_position_embeddings)
     try:
         while len(tokens) < longest:

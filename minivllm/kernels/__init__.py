@@ -3,7 +3,11 @@
 from importlib import import_module
 from types import ModuleType
 
+from minivllm.errors import InvalidOption
+
 
 def get(name: str) -> ModuleType:
-    """The module whose `store_kv` and `paged_attention` compute in this way: "torch"."""
-    return import_module({"torch": "minivllm.kernels.reference"}[name])
+    """The module that has `store_kv` and `paged_attention` in this way: "torch". Raises InvalidOption."""
+    if name != "torch":
+        raise InvalidOption(f"attention={name!r} is not possible: it must be torch.")
+    return import_module("minivllm.kernels.reference")

@@ -5,7 +5,7 @@ The two meet in nothing but ids and token counts. So a scheduler can plan, and a
 of plans a second, without a tensor: nothing here imports torch.
 
 A slot is room for one token: its keys and values in every layer. The counts below are the books of the
-memory. Their main reader is the scheduler of chapter 6; until then the ladder and the notebooks are.
+memory. Their main reader is the scheduler of chapter 6; until then the ladder is.
 
 Rules for every manager: a question changes nothing; `allocate` does all that was asked or nothing.
 """

@@ -1,9 +1,8 @@
 """Chapter 1: the naive KV cache: a tensor of keys and one of values per sequence and layer.
 
 A token's key and value depend on that token and those before it, never on later ones, so they are
-computed once and kept. New
-ones are joined on with `torch.cat`, which makes a longer tensor and copies the whole of the old one:
-n tokens one at a time copy 1 + 2 + ... + (n - 1) rows.
+computed once and kept. New ones are joined on with `torch.cat`, which makes a longer tensor and copies the
+whole of the old one: n tokens one at a time copy 1 + 2 + ... + (n - 1) rows.
 """
 
 from __future__ import annotations

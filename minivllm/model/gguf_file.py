@@ -2,10 +2,10 @@
 
 GGUF is one file: a table of settings (the model's shape, its tokenizer), a table of tensors, then the
 tensors, most of them quantised (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The `gguf`
-package knows the quantisation formats. Its `GGUFReader` makes an object for each part of each string:
-4.5 s for the 98,052 strings of SmolLM2's tokenizer, against 0.1 s here; so the two tables are read
-here, every length checked against the file's size before it is used, and a test holds the result to
-`GGUFReader`'s.
+package knows the quantisation formats. Its `GGUFReader` makes an object for each part of each string: 4.2 s
+for the 98,052 strings of SmolLM2's tokenizer, against 0.14 s here (one core of an AMD EPYC, gguf 0.19.0,
+2026-11-29). So the two tables are read here, every length checked against the file's size before it is
+used, and a test holds the result to `GGUFReader`'s.
 """
 
 from __future__ import annotations

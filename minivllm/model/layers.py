@@ -17,7 +17,7 @@ from minivllm.model.rope import apply_rotary
 
 
 class Linear(nn.Linear):
-    """PyTorch's, without the random start: drawing it, even on the meta device, loads 2 s of compiler."""
+    """PyTorch's, without its random start: on the meta device, drawing one imports PyTorch's compiler."""
 
     def reset_parameters(self) -> None:
         """The weights come from a file or a seed."""
