@@ -21,6 +21,10 @@ class RequestTooLong(InvalidPrompt):
     """A request can never fit: its prompt is longer than the model or the memory allows."""
 
 
+class InvalidRequestFile(MinivllmError, ValueError):
+    """A file of requests has a line that is no request: the message names file and line."""
+
+
 class ModelNotFound(MinivllmError, LookupError):
     """No model answers to this name, or it is not on disk and cannot be downloaded."""
 
@@ -38,7 +42,11 @@ class WeightMismatch(InvalidModel):
 
 
 class InvalidLogits(MinivllmError, ArithmeticError):
-    """A row of logits holds NaN or infinity, so no token can be chosen from it."""
+    """A row of logits holds NaN or has no finite maximum, so no token can be chosen. row: its number."""
+
+    def __init__(self, message: str, row: int = 0):
+        super().__init__(message)
+        self.row = row
 
 
 class OutOfMemory(MinivllmError, RuntimeError):
@@ -47,3 +55,7 @@ class OutOfMemory(MinivllmError, RuntimeError):
 
 class OutOfBlocks(OutOfMemory):
     """The block pool has fewer free blocks than were asked for. None was taken."""
+
+
+class EngineClosed(MinivllmError, RuntimeError):
+    """The engine was closed and has let go of its model; make a new one."""

@@ -8,8 +8,10 @@ from random import Random
 
 import torch
 
+from minivllm.decoding.penalties import adjust
 from minivllm.decoding.sampler import sample
-from minivllm.errors import InvalidPrompt, RequestTooLong
+from minivllm.decoding.stopping import finish_reason
+from minivllm.errors import InvalidOption, InvalidPrompt, RequestTooLong
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
 from minivllm.model.config import ModelConfig
@@ -23,21 +25,26 @@ def generate(
 ) -> Generator[int, None, None]:
     """Yield the tokens that follow a prompt of token ids, one by one, the end-of-sequence token included.
 
-    Ends after params.max_tokens, at the model's longest context, or at an end-of-sequence token. Raises
+    Ends after params.max_tokens, at the model's longest context, or at a token that stops. Raises
     InvalidPrompt. The store lets go of the sequence at the end, also when the caller stops early.
     """
     check_prompt(prompt, model.config)
-    tokens, generator, num_computed = list(prompt), Random(params.seed), 0
-    longest = min(len(tokens) + params.max_tokens, model.config.max_position_embeddings)
+    check_params(params, model.config)
+    if params.stop or params.logprobs is not None:
+        raise InvalidOption(
+            "This loop knows no text and gives token ids only; for stop and logprobs use LLM."
+        )
+    eos, max_tokens = model.config.eos_token_ids, model.config.max_position_embeddings - len(prompt)
+    output: list[int] = []
+    generator, num_computed = Random(params.seed), 0
     try:
-        while len(tokens) < longest:
+        while not output or not finish_reason(output, params, eos, min(params.max_tokens, max_tokens)):
+            tokens = [*prompt, *output]
             batch = Batch.pack([(seq_id, tokens[num_computed:], num_computed)], model.device)
-            logits = model(batch, store)
+            logits = adjust(model(batch, store), [params], [prompt], [output], eos)
             num_computed = len(tokens) if store.keeps_kv else 0
-            tokens += sample(logits, [params], [generator])
-            yield tokens[-1]
-            if tokens[-1] in model.config.eos_token_ids and not params.ignore_eos:
-                break
+            output += sample(logits, [params], [generator])
+            yield output[-1]
     finally:
         store.free(seq_id)
 
@@ -67,3 +74,13 @@ def check_prompt(prompt: Sequence[int], config: ModelConfig) -> None:
             f"The prompt has {len(prompt)} tokens and the model's longest context is "
             f"{config.max_position_embeddings}, of which one must be left to generate. Shorten the prompt."
         )
+
+
+def check_params(params: SamplingParams, config: ModelConfig) -> None:
+    """Raises InvalidOption where params name a token that the model does not have."""
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(params, name):
+            if token >= config.vocab_size:
+                raise InvalidOption(
+                    f"{name} names token {token}; this model's ids run from 0 to {config.vocab_size - 1}."
+                )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import InvalidLogits
+from minivllm.outputs import Logprob
 from minivllm.params import SamplingParams
 
 
@@ -43,7 +44,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
         row = int(largest.isfinite().logical_not().nonzero()[0])
         raise InvalidLogits(
             f"Row {row} of the logits has {largest[row].item()} for its maximum, so no token can be chosen. "
-            "The weights are damaged, or the dtype is too narrow for this model: try dtype='float32'."
+            "The weights are damaged, or the dtype is too narrow for this model: try dtype='float32'.",
+            row,
         )
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
@@ -79,3 +81,21 @@ def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> t
     before = probs.cumsum(dim=-1) - probs
     probs = probs * (before < column([p.top_p for p in params]) * probs.sum(dim=-1, keepdim=True))
     return probs, order
+
+
+def top_logprobs(logits: Tensor, token: int, k: int) -> dict[int, Logprob]:
+    """Of one row of logits [vocab_size]: the chosen token's log-probability and those of the k likeliest.
+
+    The chosen one stands first; among equals the lower id has the better rank.
+    """
+    logprobs = logits.double().log_softmax(dim=-1)
+    best = logprobs.sort(descending=True, stable=True).indices[:k].tolist() if k else []
+    found = {token: _rank(logprobs, token)} | {i: rank for rank, i in enumerate(best, start=1)}
+    return {i: Logprob(logprobs[i].item(), rank) for i, rank in found.items()}
+
+
+def _rank(logprobs: Tensor, token: int) -> int:
+    """1 for the likeliest token; a token stands behind those of the same probability with a lower id."""
+    likelier = logprobs > logprobs[token]
+    likelier[:token] |= logprobs[:token] == logprobs[token]
+    return int(likelier.sum()) + 1

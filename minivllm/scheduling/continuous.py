@@ -49,15 +49,18 @@ class ContinuousScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong for one that could never fit, even alone."""
+        self.check(request)
+        self._expect(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestTooLong for a request that could never fit, even alone."""
         if not self.manager.fits_ever(request.longest):
             raise RequestTooLong(
                 f"Request {request.request_id} may need {request.longest} tokens in memory "
-                f"({len(request.prompt_token_ids)} of prompt, max_tokens={request.params.max_tokens}); the "
+                f"({len(request.prompt_token_ids)} of prompt, max_tokens={request.max_tokens}); the "
                 "memory never holds so many for one. Shorten the prompt, lower max_tokens, or give it more."
             )
-        output_len = request.params.max_tokens - 1
-        self.manager.expect(request.request_id, len(request.prompt_token_ids), output_len)
-        self.waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step, and take the memory that it needs."""
@@ -87,13 +90,22 @@ class ContinuousScheduler:
             self.running = [request for request in self.running if request.status is Status.RUNNING]
         return finished
 
-    def abort(self, request: Request) -> None:
-        """End a request wherever it stands; one that has ended stays as it is."""
+    def finish(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
+        """End a request from outside, wherever it stands; one that has ended stays as it is."""
         if request.status is Status.FINISHED:
             return
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self.manager.free(request.request_id)
-        request.finish("abort")
+        request.finish(reason, stop_reason)
+
+    def abort(self, request: Request) -> None:
+        """End a request that nobody waits for any more."""
+        self.finish(request, "abort")
+
+    def take_back(self) -> None:
+        """A step has failed: all running requests give up their memory and wait, in the order they had."""
+        while self.running:
+            self._back_to_waiting()
 
     def has_unfinished(self) -> bool:
         """Whether anything is left to do."""
@@ -102,15 +114,24 @@ class ContinuousScheduler:
     def _make_room(self, request: Request, output: SchedulerOutput) -> bool:
         """Preempt from the end until the request's tokens fit; False when it was itself the last."""
         while not self.manager.can_allocate(request.request_id, request.num_tokens):
-            victim = self.running.pop()
-            self.manager.free(victim.request_id)
-            victim.status, victim.num_computed_tokens = Status.WAITING, 0
+            victim = self._back_to_waiting()
             victim.num_preemptions += 1
-            self.waiting.appendleft(victim)
             output.preempted.append(victim)
             if victim is request:
                 return False
         return True
+
+    def _back_to_waiting(self) -> Request:
+        """The request that started last gives up its memory and heads the queue."""
+        victim = self.running.pop()
+        self.manager.free(victim.request_id)
+        victim.status, victim.num_computed_tokens = Status.WAITING, 0
+        self._expect(victim)
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _expect(self, request: Request) -> None:
+        self.manager.expect(request.request_id, len(request.prompt_token_ids), request.max_tokens - 1)
 
     def _may_admit(self, request: Request) -> bool:
         if len(self.running) >= self.max_num_seqs:

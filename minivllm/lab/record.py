@@ -1,0 +1,30 @@
+"""Above the chapters: what an engine did, step by step, kept for tables and pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from minivllm.memory.manager import KVManager, Snapshot
+
+if TYPE_CHECKING:
+    from minivllm.engine import Step
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, and the memory while it was computed: after it was allocated, before the finished left."""
+
+    step: Step
+    snapshot: Snapshot
+
+
+@dataclass
+class Recorder:
+    """Give it to an engine as `on_step`; it keeps a record of every step."""
+
+    manager: KVManager
+    records: list[StepRecord] = field(default_factory=list)
+
+    def __call__(self, step: Step) -> None:
+        self.records.append(StepRecord(step, self.manager.snapshot()))

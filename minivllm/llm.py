@@ -1,0 +1,315 @@
+"""Above the chapters: `LLM`, the front door: text in, text out.
+
+    llm = LLM("smollm2-135m")
+    llm.generate("The capital of France is")[0].outputs[0].text
+
+It chooses the engine's parts by name, turns prompts into requests and tokens into text, and gives back what
+was asked for. One engine serves all its calls: `generate`, `stream` and requests added one by one run in
+the same steps. It is not made for several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
+from os import PathLike
+from random import Random
+
+from tqdm.auto import tqdm
+
+from minivllm.decoding.generate import check_params, check_prompt
+from minivllm.engine import Engine
+from minivllm.engine_args import EngineArgs, build_engine
+from minivllm.errors import EngineClosed, InvalidLogits, InvalidOption, InvalidPrompt, RequestTooLong
+from minivllm.model.decoder import Decoder
+from minivllm.model.hub import resolve
+from minivllm.model.loader import load_model
+from minivllm.model.tokenizer import Tokenizer, load_tokenizer
+from minivllm.output_processor import RequestState
+from minivllm.outputs import RequestOutput
+from minivllm.params import SamplingParams
+from minivllm.prompts import Params, Prompt, as_list, conversations, params_for, parse
+from minivllm.scheduling.request import Request
+
+
+class LLM:
+    """A model, a memory, a scheduler, and the requests that are under way.
+
+    model: a name such as "smollm2-135m", a hub id, a folder, a .gguf file, "random:<preset>" (weights from
+        `seed`), or a Decoder that is loaded already, with its tokenizer.
+    dtype: "auto", "float32", "bfloat16", ...; device: "auto", "cpu", "cuda", "cuda:1".
+    seed: where requests without a seed of their own draw from: the same calls in the same order give the
+        same tokens. None draws a fresh one.
+    All other options are those of `EngineArgs`, which says what they mean and default to.
+
+    Raises InvalidOption, ModelNotFound, InvalidModel; from `close` on, EngineClosed.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | Decoder = "smollm2-135m",
+        *,
+        tokenizer: Tokenizer | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int | None = 0,
+        cache: str = "paged",
+        scheduler: str | None = None,
+        attention: str | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        reservation: str | None = None,
+        preemption: str | None = None,
+        watermark: float | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+    ):
+        args = EngineArgs(
+            cache=cache,
+            scheduler=scheduler,
+            attention=attention,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            reservation=reservation,
+            preemption=preemption,
+            watermark=watermark,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+        )  # refused here, before a model is loaded
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0):
+            raise InvalidOption(
+                f"seed={seed!r} is not possible: it must be None, or a whole number from 0 on."
+            )
+        decoder, self._tokenizer = _load(model, tokenizer, dtype, device, seed)
+        self.args = args.resolve(decoder)  # what was chosen, defaults filled in
+        self._seed = seed
+        self._engine: Engine | None = build_engine(decoder, self.args)
+        self._num_requests = 0
+        self._states: dict[int, RequestState] = {}  # requests under way
+        self._added: set[int] = set()  # of these, the ones whose output `step` gives
+        self._news: dict[int, RequestState] = {}  # those that `step` has something new to say of
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for its memory and its events. Raises EngineClosed."""
+        if self._engine is None:
+            raise EngineClosed("This LLM was closed and holds no model any more; make a new one.")
+        return self._engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or several; one output for each, in the order of the prompts.
+
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. params: one
+        for all, one for each, or None for SamplingParams(). use_tqdm: a progress bar; None shows it on a
+        terminal. Raises InvalidPrompt, RequestTooLong, InvalidOption before anything is computed; after
+        any error, Ctrl-C too, none of these requests is left behind.
+        """
+        many = as_list(prompts)
+        each = params_for(params, len(many))
+        states = []
+        for number, (prompt, p) in enumerate(zip(many, each, strict=True)):
+            states.append(self._prepare(prompt, p, f"Prompt {number}: " if len(many) > 1 else ""))
+        try:
+            for state in states:
+                self._queue(state)
+            self._run(states, use_tqdm)
+        finally:
+            for state in states:
+                self.abort(state.request.request_id)
+        return [state.output() for state in states]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: Params = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of {"role": ..., "content": ...}."""
+        token_ids = [self._tokenizer.apply_chat_template(c) for c in conversations(messages)]
+        prompts = [{"prompt_token_ids": ids} for ids in token_ids]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[str, None, RequestOutput]:
+        """Continue one prompt and yield its text piece by piece, each as soon as it is certain.
+
+        The request is checked at once, not at the first piece. The generator's return value is the
+        RequestOutput. A stream that is closed early ends its request.
+        """
+        return self._pieces(self._prepare(prompt, params_for(params, 1)[0]))
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request for `step`; returns its id. Raises InvalidPrompt, RequestTooLong, InvalidOption."""
+        state = self._prepare(prompt, params_for(params, 1)[0])
+        self._queue(state)
+        self._added.add(state.request.request_id)
+        return state.request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the added requests that have something new, each whole from its start.
+
+        What came in while `generate` or a stream ran is given with the next call.
+        """
+        if self.engine.has_unfinished():
+            self._advance()
+        news, self._news = self._news, {}
+        return [state.output() for state in news.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to give."""
+        return bool(self._added or self._news)
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request wherever it stands; returns what it had. One that is unknown or has ended: None."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        self.engine.finish(state.request, "abort")
+        self._close(state)
+        self._news.pop(request_id, None)
+        return state.output()
+
+    def close(self) -> None:
+        """Let go of model and memory; requests under way are aborted. Closing twice is no fault."""
+        if self._engine is not None:
+            for request_id in list(self._states):
+                self.abort(request_id)
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, which: str = "") -> RequestState:
+        """A request that has been checked and can be queued."""
+        engine, max_model_len = self.engine, int(self.args.max_model_len or 0)
+        config = engine.model.config
+        try:
+            text, token_ids = parse(prompt, self._tokenizer)
+            check_prompt(token_ids, config)
+            check_params(params, config)
+            if len(token_ids) >= max_model_len:
+                raise RequestTooLong(
+                    f"The prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}, of which "
+                    "one must be left to generate. Shorten the prompt, or raise max_model_len."
+                )
+            request = Request(
+                request_id=self._num_requests,
+                prompt_token_ids=[int(token) for token in token_ids],
+                params=params,
+                eos_token_ids=config.eos_token_ids,
+                max_model_len=max_model_len,
+                generator=self._generator(params, self._num_requests),
+            )
+            engine.scheduler.check(request)
+        except (InvalidPrompt, InvalidOption) as error:
+            raise type(error)(f"{which}{error}") from error
+        self._num_requests += 1
+        return RequestState(request, text, self._tokenizer)
+
+    def _queue(self, state: RequestState) -> None:
+        self.engine.add(state.request)
+        self._states[state.request.request_id] = state
+
+    def _generator(self, params: SamplingParams, request_id: int) -> Random:
+        if params.seed is not None:
+            return Random(params.seed)
+        return Random() if self._seed is None else Random(f"{self._seed}/{request_id}")
+
+    def _advance(self) -> None:
+        """One step of the engine, and the text that came of it."""
+        try:
+            requests = self.engine.step()
+        except InvalidLogits:  # the engine has ended the request at fault
+            for state in [state for state in self._states.values() if state.finished]:
+                self._close(state)
+            raise
+        for request in requests:
+            if request.request_id not in self._states:
+                continue  # aborted by a listener
+            state = self._states[request.request_id]
+            stop = state.read_new_tokens()
+            if stop is not None and state.finished:
+                request.finish("stop", stop)
+            elif stop is not None:
+                self.engine.finish(request, "stop", stop)
+            if request.request_id in self._added:
+                self._news[request.request_id] = state
+            if state.finished:
+                self._close(state)
+
+    def _close(self, state: RequestState) -> None:
+        """A request has ended: its text is complete, and `step` has its last word to give."""
+        state.read_new_tokens()
+        request_id = state.request.request_id
+        self._states.pop(request_id, None)
+        if request_id in self._added:
+            self._added.remove(request_id)
+            self._news[request_id] = state
+
+    def _run(self, states: Sequence[RequestState], use_tqdm: bool | None) -> None:
+        """Step until all of these have ended."""
+        left = [state for state in states if not state.finished]
+        with tqdm(
+            total=len(states), unit="request", disable=None if use_tqdm is None else not use_tqdm
+        ) as bar:
+            tokens = 0
+            while left:
+                tokens += sum(not state.finished for state in left)
+                self._advance()
+                unfinished = [state for state in left if not state.finished]
+                bar.update(len(left) - len(unfinished))
+                left = unfinished
+
+    def _pieces(self, state: RequestState) -> Generator[str, None, RequestOutput]:
+        self._queue(state)
+        given = 0
+        try:
+            while True:
+                if len(state.text) > given:
+                    piece, given = state.text[given:], len(state.text)
+                    yield piece
+                elif state.finished:
+                    return state.output()
+                else:
+                    self._advance()
+        finally:
+            self.abort(state.request.request_id)
+
+
+def _load(
+    model: str | PathLike[str] | Decoder,
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    device: str,
+    seed: int | None,
+) -> tuple[Decoder, Tokenizer]:
+    if isinstance(model, Decoder):
+        if tokenizer is None:
+            raise InvalidOption(
+                "A model that is loaded already needs its tokenizer: tokenizer=load_tokenizer(...)."
+            )
+        if (dtype, device) != ("auto", "auto"):
+            raise InvalidOption("A model that is loaded already has its dtype and device; leave both out.")
+        return model, tokenizer
+    source = resolve(model)
+    decoder = load_model(source, dtype=dtype, device=device, seed=seed or 0)
+    return decoder, load_tokenizer(source) if tokenizer is None else tokenizer

@@ -1,0 +1,395 @@
+"""The engine over every memory and scheduler: the same tokens, whatever is in memory, whoever runs beside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.decoding.generate import generate
+from minivllm.engine import Engine, Step
+from minivllm.engine_args import EngineArgs, build_engine, bytes_per_token
+from minivllm.errors import InvalidLogits, RequestTooLong
+from minivllm.lab.record import Recorder
+from minivllm.memory.buddy import BuddyAllocator
+from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.paged import num_blocks_for
+from minivllm.model.batch import Batch
+from minivllm.model.loader import load_model
+from minivllm.params import SamplingParams
+from minivllm.scheduling.request import Request, Status
+
+MODELS = {
+    name: load_model(f"random:{name}", dtype="float64", device="cpu") for name in ("tiny-llama", "tiny-qwen3")
+}
+MODEL = MODELS["tiny-llama"]
+SAMPLED = {"temperature": 1.3, "top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+
+
+def request(i: int, prompt: list[int], max_tokens: int, **options) -> Request:
+    options = {"temperature": 0, "ignore_eos": True, **options}
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    return Request(i, prompt, params, generator=Random(params.seed))
+
+
+def some_requests(seed: int, n: int, most: int = 40, **options) -> list[Request]:
+    """Requests of odd lengths; with a temperature each has a seed of its own."""
+    random = Random(seed)
+    requests = []
+    for i in range(n):
+        prompt = [random.randrange(307) for _ in range(random.randint(1, most))]
+        seeded = {"seed": i} if options else {}
+        requests.append(request(i, prompt, random.randint(1, 20), **seeded, **options))
+    return requests
+
+
+def alone(model, r: Request) -> list[int]:
+    """What the plain loop of chapter 0 gives for a request."""
+    return list(generate(model, NaiveStore(), r.prompt_token_ids, r.params))
+
+
+def least(model, cache: str, requests: list[Request], block_size: int | None) -> dict[str, int]:
+    """The smallest memory in which each of the requests fits alone."""
+    longest = max(r.longest for r in requests)
+    if cache == "paged":
+        return {"num_blocks": num_blocks_for(longest, block_size or 16)}
+    slots = BuddyAllocator.run_length(longest) if cache == "contiguous" else longest
+    return {"kv_cache_memory_bytes": slots * bytes_per_token(model)}
+
+
+def run(engine: Engine, requests: list[Request], arrivals: list[int] | None = None) -> list[Step]:
+    """Run requests to their end, each added before the step of its arrival; the books balance all the way."""
+    steps: list[Step] = []
+    engine.on_step = steps.append
+    waiting = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), requests, strict=True))
+    for number in itertools.count():
+        while waiting and waiting[0][0] <= number:
+            engine.add(waiting.pop(0)[2])
+        if not waiting and not engine.has_unfinished():
+            break
+        engine.step()
+        engine.manager.check_integrity()
+    nothing_is_left(engine)
+    return steps
+
+
+def nothing_is_left(engine: Engine) -> None:
+    assert engine.manager.snapshot().held == 0
+    assert engine.manager.snapshot().sequences == ()
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    if isinstance(engine.store, NaiveStore):
+        assert engine.store.num_bytes() == 0
+
+
+def poisoned(engine: Engine) -> Engine:
+    """All memory holds NaN before anything is written to it."""
+    if hasattr(engine.store, "kv"):
+        engine.store.kv.fill_(float("nan"))
+    return engine
+
+
+CACHES = [
+    {"cache": "recompute"},
+    {"cache": "naive"},
+    *({"cache": "contiguous", "reservation": policy} for policy in ("max", "pow2", "oracle")),
+    *({"cache": "paged", "block_size": size} for size in (1, 3, 16, 128)),
+]
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("scheduler", ["static", "continuous"])
+@pytest.mark.parametrize("cache", CACHES, ids=lambda c: "-".join(map(str, c.values())))
+def test_every_memory_gives_the_tokens_of_the_plain_loop_down_to_the_least_that_fits(
+    cache, scheduler, sampling
+):
+    for seed, (name, model) in enumerate(MODELS.items()):
+        expected = [alone(model, r) for r in some_requests(seed, 7, **sampling)]
+        for extra in (0, 1, 50):
+            requests = some_requests(seed, 7, **sampling)
+            memory = least(model, cache["cache"], requests, cache.get("block_size"))
+            memory = {key: size * (1 + extra) for key, size in memory.items()}
+            args = EngineArgs(scheduler=scheduler, max_num_seqs=5, **cache, **memory)
+            engine = poisoned(build_engine(model, args))
+            run(engine, requests, arrivals=[0, 9, 0, 3, 3, 20, 1])
+            assert [r.output_token_ids for r in requests] == expected, f"{name}, memory {memory}"
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 999),
+    n=st.integers(1, 6),
+    cache=st.sampled_from(CACHES),
+    scheduler=st.sampled_from(["static", "continuous"]),
+    extra=st.integers(0, 40),
+    max_num_seqs=st.integers(1, 7),
+    arrivals=st.lists(st.integers(0, 25), min_size=6, max_size=6),
+    watermark=st.sampled_from([None, 0.0, 0.3]),
+)
+def test_any_company_and_order_of_arrival_gives_the_same_tokens(
+    seed, n, cache, scheduler, extra, max_num_seqs, arrivals, watermark
+):
+    requests = some_requests(seed, n, most=20)
+    expected = [alone(MODEL, r) for r in requests]
+    memory = least(MODEL, cache["cache"], requests, cache.get("block_size"))
+    more = extra if "num_blocks" in memory else extra * bytes_per_token(MODEL)
+    memory = {key: size + more for key, size in memory.items()}
+    if watermark is not None and cache["cache"] in ("naive", "paged"):
+        memory["watermark"] = watermark
+    args = EngineArgs(scheduler=scheduler, max_num_seqs=max_num_seqs, **cache, **memory)
+    steps = run(poisoned(build_engine(MODEL, args)), requests, arrivals[:n])
+    assert [r.output_token_ids for r in requests] == expected
+    assert max(len(s.scheduled) for s in steps) <= max_num_seqs
+
+
+def test_sampled_tokens_do_not_depend_on_the_neighbours():
+    def tokens(company: int) -> list[int]:
+        mine = request(0, [3, 1, 4], 15, seed=7, **SAMPLED)
+        others = [request(1 + i, [i, i + 1], 9, seed=i, **SAMPLED) for i in range(company)]
+        run(build_engine(MODEL, EngineArgs()), [*others[: company // 2], mine, *others[company // 2 :]])
+        return mine.output_token_ids
+
+    assert tokens(0) == tokens(1) == tokens(6)
+
+
+def test_a_tight_pool_thrashes_but_ends():
+    requests = [request(i, [i] * 6, 30) for i in range(8)]
+    expected = [alone(MODEL, r) for r in requests]
+    engine = build_engine(MODEL, EngineArgs(block_size=1, num_blocks=36, watermark=0.0))
+    run(poisoned(engine), requests)
+    assert [r.output_token_ids for r in requests] == expected
+    assert sum(r.num_preemptions for r in requests) > 10
+
+
+@pytest.mark.parametrize("cache", [{"cache": "contiguous"}, {"cache": "paged", "block_size": 3}], ids=str)
+def test_no_code_clears_a_block(cache):
+    """Slots that no token was written to are still NaN at the end; the others keep what was last there."""
+    engine = poisoned(
+        build_engine(MODEL, EngineArgs(**cache, kv_cache_memory_bytes=100 * bytes_per_token(MODEL)))
+    )
+    run(engine, [request(0, [1, 2, 3, 4], 4)])
+    clean = engine.store.kv.isnan()
+    assert engine.store.kv.numel() - clean.sum() == 7 * bytes_per_token(MODEL) // 8, (
+        "4 + 4 - 1 tokens were written"
+    )
+    assert (engine.store.kv[~clean] != 0).all()
+
+
+class FailingStore:
+    """Raises in the second layer of chosen steps, when the first layer's keys are already written."""
+
+    def __init__(self, store, fail_at: set[int], error: BaseException):
+        self.store, self.fail_at, self.error = store, fail_at, error
+        self.keeps_kv, self.calls = store.keeps_kv, 0
+
+    def attend(self, layer, q, k, v, batch):
+        self.calls += layer == 0
+        if layer == 1 and self.calls in self.fail_at:
+            raise self.error
+        return self.store.attend(layer, q, k, v, batch)
+
+    def free(self, seq_id: int) -> None:
+        self.store.free(seq_id)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+@pytest.mark.parametrize("cache", CACHES[:6], ids=str)
+def test_a_step_that_fails_is_undone_and_the_tokens_stay_the_same(cache, error):
+    requests = some_requests(3, 5)
+    expected = [alone(MODEL, r) for r in requests]
+    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    plain_store = engine.store
+    engine.store = FailingStore(engine.store, {1, 4, 5, 13}, error)
+    for r in requests:
+        engine.add(r)
+    failures = 0
+    while engine.has_unfinished():
+        try:
+            engine.step()
+        except (RuntimeError, KeyboardInterrupt):
+            failures += 1
+            assert engine.manager.snapshot().held == 0
+        engine.manager.check_integrity()
+    assert failures == 4
+    assert [r.output_token_ids for r in requests] == expected
+    assert all(len(r.metrics.token_times) == len(r.output_token_ids) for r in requests)
+    engine.store = plain_store
+    nothing_is_left(engine)
+
+
+class SickModel:
+    """Gives NaN logits for one request from its second step on."""
+
+    def __init__(self, model, sick: int):
+        self.model, self.sick = model, sick
+        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+
+    def __call__(self, batch: Batch, store) -> torch.Tensor:
+        logits = self.model(batch, store)
+        for row, piece in enumerate(batch):
+            if piece.seq_id == self.sick and piece.seq_len > 4:
+                logits[row] = float("nan")
+        return logits
+
+
+@pytest.mark.parametrize("cache", CACHES[1:6], ids=str)
+def test_a_request_without_usable_logits_is_ended_by_name_and_the_others_go_on(cache):
+    requests = [request(i, [i, 2, 3], 8) for i in range(4)]
+    expected = [alone(MODEL, r) for r in requests]
+    engine = build_engine(MODEL, EngineArgs(**cache))
+    engine.model = SickModel(MODEL, sick=2)
+    for r in requests:
+        engine.add(r)
+    engine.step()
+    engine.step()
+    with pytest.raises(InvalidLogits, match=r"Request 2 was ended.*weights are damaged"):
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+        engine.manager.check_integrity()
+    nothing_is_left(engine)
+    assert (requests[2].finish_reason, requests[2].output_token_ids) == ("abort", expected[2][:2])
+    assert [r.output_token_ids for r in requests if r.request_id != 2] == expected[:2] + expected[3:]
+
+
+def test_a_listener_that_fails_loses_no_token():
+    r = request(0, [1, 2, 3], 5)
+    engine = build_engine(MODEL, EngineArgs())
+
+    def listener(step: Step) -> None:
+        if step.index == 1:
+            raise ValueError("the listener's fault")
+
+    engine.on_step = listener
+    engine.add(r)
+    engine.step()
+    with pytest.raises(ValueError, match="listener"):
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert r.output_token_ids == alone(MODEL, r)
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "preempted", "in a listener", "finished"])
+@pytest.mark.parametrize("cache", CACHES[:6], ids=str)
+def test_a_request_can_be_ended_in_every_state(cache, when):
+    requests = [request(i, [i, 2, 3], 8) for i in range(4)]
+    expected = [alone(MODEL, r) for r in requests]
+    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    mine = requests[3 if when == "waiting" else 1]
+    for r in requests:
+        engine.add(r)
+    engine.step()
+    if when == "preempted":
+        engine.scheduler.take_back()
+        for r in requests:
+            engine.store.free(r.request_id)
+    if when == "in a listener":
+        engine.on_step = lambda step: engine.finish(mine, "abort")
+        engine.step()
+        engine.on_step = None
+    if when == "finished":
+        while mine.status is not Status.FINISHED:
+            engine.step()
+    engine.finish(mine, "abort")
+    engine.finish(mine, "abort")
+    assert mine.finish_reason == ("length" if when == "finished" else "abort")
+    while engine.has_unfinished():
+        engine.step()
+        engine.manager.check_integrity()
+    nothing_is_left(engine)
+    others = [r for r in requests if r is not mine]
+    assert [r.output_token_ids for r in others] == [expected[r.request_id] for r in others]
+    assert mine.output_token_ids == expected[mine.request_id][: len(mine.output_token_ids)]
+    assert len(mine.metrics.token_times) == len(mine.output_token_ids)
+
+
+def test_three_thousand_short_requests_leave_nothing_behind():
+    random = Random(0)
+    requests = [
+        request(i, [random.randrange(307)] * random.randint(1, 3), random.randint(1, 3)) for i in range(3000)
+    ]
+    engine = build_engine(MODELS["tiny-qwen3"], EngineArgs(block_size=3, num_blocks=90, max_num_seqs=64))
+    for r in requests:
+        engine.add(r)
+    while engine.has_unfinished():
+        engine.step()
+    engine.manager.check_integrity()
+    nothing_is_left(engine)
+    assert all(r.finish_reason == "length" for r in requests)
+    assert engine.manager.pool.num_free_blocks == 90
+
+
+def test_what_can_never_fit_is_refused_on_arrival_and_the_rest_goes_on():
+    engine = build_engine(MODEL, EngineArgs(block_size=3, num_blocks=4))
+    fits = request(0, [1] * 6, 7)
+    engine.add(fits)
+    with pytest.raises(
+        RequestTooLong, match=r"Request 1 may need 13 tokens in memory \(6 of prompt, max_tokens=8\)"
+    ):
+        engine.add(request(1, [1] * 6, 8))
+    while engine.has_unfinished():
+        engine.step()
+    assert fits.output_token_ids == alone(MODEL, fits)
+
+
+def test_a_step_says_who_computed_what_who_waited_and_who_lost_its_memory():
+    engine = build_engine(MODEL, EngineArgs(block_size=1, num_blocks=8, max_num_seqs=2, watermark=0.0))
+    steps = run(engine, [request(0, [1, 2, 3], 4), request(1, [4, 5], 4), request(2, [6], 1)])
+    seen = [([tuple(part) for part in s.scheduled], s.preempted, s.waiting) for s in steps]
+    assert seen[0] == ([(0, 0, 3), (1, 0, 2)], (), (2,))
+    assert seen[1] == ([(0, 3, 1), (1, 2, 1)], (), (2,))
+    assert seen[2] == ([(0, 4, 1)], (1,), (1, 2)), "5 + 4 slots are not there: the last one gives way"
+    assert seen[3] == ([(0, 5, 1)], (), (1, 2)), "6 + 4 neither"
+    assert seen[4] == ([(1, 0, 4), (2, 0, 1)], (), ()), "it begins again with the two tokens it had"
+    assert [s.index for s in steps] == list(range(len(steps)))
+
+
+def test_metrics_come_from_the_engines_clock():
+    engine = build_engine(MODEL, EngineArgs(max_num_seqs=1))
+    engine.clock = itertools.count(100.0, 10.0).__next__
+    first, second = request(0, [1], 3), request(1, [1], 1)
+    run(engine, [first, second])
+    assert first.metrics.arrival_time == 100.0
+    assert first.metrics.first_scheduled_time == 120.0
+    assert first.metrics.token_times == [130.0, 150.0, 170.0]
+    assert (second.metrics.arrival_time, second.metrics.first_scheduled_time) == (110.0, 180.0)
+    assert second.metrics.queue_time == 70.0
+
+
+@pytest.mark.parametrize("cache", CACHES[1:], ids=lambda c: "-".join(map(str, c.values())))
+def test_a_record_has_the_memory_of_each_step(cache):
+    requests = some_requests(5, 5)
+    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    recorder = Recorder(engine.manager)
+    for r in requests:
+        engine.add(r)
+    engine.on_step = recorder
+    while engine.has_unfinished():
+        engine.step()
+    for record in recorder.records:
+        used = {s.seq_id: s.used for s in record.snapshot.sequences}
+        assert used == {r: computed + new for r, computed, new in record.step.scheduled}
+        assert record.step.start < record.step.end
+
+
+def test_a_store_is_asked_for_nothing_it_cannot_do(monkeypatch):
+    """Preempted and finished sequences leave the naive store, which would else keep their tensors."""
+    engine = build_engine(MODEL, EngineArgs(cache="naive", kv_cache_memory_bytes=40 * bytes_per_token(MODEL)))
+    requests = [request(i, [i] * 9, 20) for i in range(3)]
+    seen: list[tuple[int, int]] = []
+    listener: Callable[[Step], None] = lambda step: seen.append(  # noqa: E731
+        (engine.store.num_bytes(), engine.manager.snapshot().held_bytes)
+    )
+    for r in requests:
+        engine.add(r)
+    engine.on_step = listener
+    while engine.has_unfinished():
+        engine.step()
+    assert sum(r.num_preemptions for r in requests) > 0
+    assert all(tensors == books for tensors, books in seen)
