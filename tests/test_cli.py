@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from minivllm.cli import main
+from minivllm.lab.ladder import RUNGS
 from minivllm.model.loader import load_model
 
 
@@ -18,7 +19,11 @@ def run(*arguments: str, **options):
     return CliRunner().invoke(main, list(arguments), **options)
 
 
-@pytest.mark.parametrize("command", [[], ["pull"], ["generate"], ["ladder"], ["doctor"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [[], ["pull"], ["generate"], ["chat"], ["ladder"], ["workload"], ["bench"], ["doctor"]],
+    ids=str,
+)
 def test_every_command_has_help(command):
     done = run(*command, "--help")
     assert done.exit_code == 0
@@ -46,14 +51,14 @@ def test_generate_continues_a_prompt_and_says_how_fast():
     assert done.exit_code == 0
     assert done.stdout.startswith("hello")
     assert "5 prompt tokens" in done.stderr
-    assert "naive memory" in done.stderr
+    assert "paged memory" in done.stderr
 
 
-def test_generate_gives_the_same_text_with_either_memory_and_with_one_seed():
+def test_generate_gives_the_same_text_with_every_memory_and_with_one_seed():
     for options in ([], ["--temperature", "2", "--seed", "4"]):
         texts = {
             run("generate", "abc", "--model", "random:tiny-qwen3", "--cache", cache, *options).stdout
-            for cache in ("recompute", "naive")
+            for cache in ("recompute", "naive", "contiguous", "paged")
         }
         assert len(texts) == 1
 
@@ -81,10 +86,12 @@ def test_the_real_model_answers_in_its_chat_format(smollm2):
         (["generate", "x" * 2000, "--model", "random:tiny-llama"], "2000 tokens"),
         (["ladder", "--rungs", "recompute,nave"], "'nave'"),
         (["ladder", "--rungs", ""], "''"),
+        (["ladder", "--plot", "/dev/null/x"], "--plot"),
+        (["chat", "--max-tokens", "0"], "max_tokens=0"),
         (["pull", "no-such-model"], "no-such-model"),
         (["pull", "--from", "no-such-file"], "no-such-file"),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_a_wrong_argument_is_an_error_of_one_line_not_a_traceback(arguments, named):
     done = run(*arguments)
@@ -94,35 +101,108 @@ def test_a_wrong_argument_is_an_error_of_one_line_not_a_traceback(arguments, nam
     assert "Traceback" not in done.output
 
 
-def test_the_ladder_prints_both_rungs_and_the_same_tokens():
-    done = run("ladder", "--model", "random:tiny-llama", "--max-tokens", "6")
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("--requests", "no-such-file", "no-such-file"),
+        ("--requests", "0", "at least 1"),
+        ("--kv-cache-memory-bytes", "9", "one token takes 672 bytes"),
+        ("--kv-cache-memory-bytes", "20000", "may need"),
+    ],
+)
+def test_what_the_ladder_cannot_do_is_one_line_too(option, value, named):
+    done = run("ladder", "--model", "random:tiny-llama", option, value)
+    assert done.exit_code in (1, 2)
+    assert named in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.output
+
+
+def rows_of(output: str) -> dict[str, list[str]]:
+    """The lines of all tables by their first word, without it."""
+    rows: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        first, *rest = line.split() or [""]
+        rows[first] = rows.get(first, []) + rest
+    return rows
+
+
+def test_the_ladder_prints_every_rung_and_the_same_tokens():
+    done = run("ladder", "--model", "random:tiny-llama")
     assert done.exit_code == 0, done.output
-    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
-    assert "(reference)" in rows["recompute"]
-    assert " yes " in rows["naive"]
-    assert {"32", "64", "128", "256", "512"} <= rows.keys()
+    rows = rows_of(done.stdout)
+    for rung in RUNGS:
+        assert rows[rung][0] == ("-" if rung == "recompute" else "yes")
+    assert rows["contiguous-max"][6:9] == ["1.0", "/", "1"]
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
 
 def test_the_ladders_json_has_the_tokens_times_and_bytes():
-    done = run("ladder", "--model", "random:tiny-qwen2", "--max-tokens", "5", "--json")
+    done = run("ladder", "--model", "random:tiny-qwen2", "--requests", "6", "--json")
     found = json.loads(done.stdout)
     config = load_model("random:tiny-qwen2").config
-    recompute, naive = found["rungs"]
-    assert recompute["token_ids"] == naive["token_ids"]
-    assert len(naive["token_ids"]) == found["max_tokens"] == 5
-    assert (recompute["kv_bytes"], naive["same_tokens"]) == (0, "yes")
-    # the last token is chosen from what stands before it, so its own key and value are never needed
-    assert naive["kv_bytes"] == (found["prompt_tokens"] + 4) * config.kv_elements_per_token * 4
+    assert [rung["name"] for rung in found["rungs"]] == list(RUNGS)
+    assert found["requests"] == 6
     assert found["dtype"] == "float32"
-    assert set(naive["step_seconds"]) == {"32", "64", "128", "256", "512"}
-    assert all(seconds > 0 for seconds in naive["step_seconds"].values())
-    assert naive["ttft"] > 0 < naive["tpot"]
+    recompute, naive, *others = found["rungs"]
+    assert recompute["kv_held_bytes"] == 0
+    assert recompute["utilisation"] is None
+    assert naive["kv_held_bytes"] == naive["kv_used_bytes"] > 0
+    for rung in (naive, *others):
+        assert rung["token_ids"] == recompute["token_ids"]
+        assert rung["same_tokens"] == "yes"
+        assert rung["output_tokens"] == sum(map(len, rung["token_ids"])) == found["output_tokens"]
+        assert rung["kv_held_bytes"] <= found["kv_cache_memory_bytes"]
+        assert 0 < rung["utilisation"] <= 1
+        assert rung["in_flight_mean"] <= rung["in_flight_most"] <= 6
+        for name in ("ttft_ms", "tpot_ms", "itl_ms"):
+            assert 0 < rung[name]["p50"] <= rung[name]["p99"]
+    assert found["kv_cache_memory_bytes"] % (config.kv_elements_per_token * 4) == 0
 
 
-def test_one_rung_can_be_run_alone():
-    found = json.loads(run("ladder", "--model", "random:tiny-llama", "--rungs", "naive", "--json").stdout)
-    assert [rung["name"] for rung in found["rungs"]] == ["naive"]
+def test_rungs_can_be_chosen_and_requests_can_come_from_a_file(tmp_path):
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "hello", "max_tokens": 3}\n{"prompt_token_ids": [1, 2], "max_tokens": 5}\n')
+    arguments = ["ladder", "--model", "random:tiny-llama", "--requests", str(file), "--json"]
+    found = json.loads(run(*arguments, "--rungs", "paged,contiguous").stdout)
+    names = [rung["name"] for rung in found["rungs"]]
+    assert names == ["contiguous-max", "contiguous-pow2", "contiguous-oracle", "paged"]
+    assert [len(tokens) for tokens in found["rungs"][0]["token_ids"]] == [3, 5]
+    file.write_text('{"prompt": "hello", "max_tokens": 3, "arrival": 2.0}\n')
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "all requests at once" in done.stderr
+
+
+def test_the_ladder_draws_its_pictures(tmp_path):
+    done = run(
+        "ladder", "--model", "random:tiny-llama", "--requests", "4", "--plot", str(tmp_path / "new" / "x")
+    )
+    assert done.exit_code == 0, done.output
+    drawn = {path.name for path in (tmp_path / "new" / "x").iterdir()}
+    assert {"memory.png", "timeline-recompute.png", "film-paged.png", "utilisation-naive.png"} <= drawn
+    assert "film-recompute.png" not in drawn
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "new" / "x").iterdir())
+
+
+def test_a_chat_remembers_forgets_and_ends():
+    lines = "hi\n/what\nagain\n\n/reset\nhi\n/quit\nnever read\n"
+    done = run("chat", "--model", "random:tiny-llama", "--max-tokens", "4", input=lines)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("prompt tokens") == 3
+    assert "There is no /what" in done.stderr
+    counts = [int(line.split()[0][1:]) for line in done.stderr.splitlines() if "prompt tokens" in line]
+    assert counts[1] > counts[0] == counts[2]
+
+
+def test_a_chat_that_grows_too_long_says_so_and_goes_on():
+    lines = "hi\n" + "x" * 1200 + "\nhi\n"
+    done = run(
+        "chat", "--model", "random:tiny-llama", "--max-tokens", "4", "--system", "Be brief.", input=lines
+    )
+    assert done.exit_code == 0
+    assert done.stderr.count("prompt tokens") == 2
+    assert "1024" in done.stderr
+    assert "/reset" in done.stderr.splitlines()[-3]
 
 
 def test_pull_says_where_the_model_is(smollm2_source):
@@ -133,7 +213,7 @@ def test_pull_says_where_the_model_is(smollm2_source):
 
 
 @pytest.mark.parametrize(
-    "command", [["generate", "hi"], ["ladder", "--max-tokens", "2"]], ids=["generate", "ladder"]
+    "command", [["generate", "hi"], ["ladder", "--requests", "2"]], ids=["generate", "ladder"]
 )
 def test_a_terminal_that_cannot_show_every_character_is_no_error(command):
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"}
@@ -158,12 +238,10 @@ def test_a_full_disk_is_an_error_of_one_line():
 def test_tokens_that_differ_end_the_ladder_with_an_error_also_as_json(monkeypatch):
     from test_lab import ForgetfulStore
 
-    from minivllm.lab import ladder
+    from minivllm import engine_args
 
-    monkeypatch.setitem(
-        ladder.RUNGS, "naive", ladder.Rung("naive", 1, ladder.RUNGS["naive"].manager, ForgetfulStore)
-    )
+    monkeypatch.setattr(engine_args, "NaiveStore", ForgetfulStore)
     for options in ([], ["--json"]):
-        done = run("ladder", "--model", "random:tiny-llama", "--max-tokens", "12", *options)
+        done = run("ladder", "--model", "random:tiny-llama", "--rungs", "recompute,naive", *options)
         assert done.exit_code == 1
         assert "different tokens" in done.stderr

@@ -10,16 +10,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivllm import engine_args
 from minivllm.decoding.generate import generate
+from minivllm.engine_args import bytes_per_token
 from minivllm.errors import InvalidModelFile, InvalidOption, RequestTooLong
 from minivllm.lab import doctor, ladder
-from minivllm.lab.same_tokens import compare_tokens
+from minivllm.lab.ladder_workload import TEXT, default_budget, default_requests
+from minivllm.lab.same_tokens import Comparison, compare_tokens, verdict_of_many
+from minivllm.lab.scheduling_cost import running_scheduler, scheduler_step
+from minivllm.lab.step_time import time_step
+from minivllm.lab.waste import Split, split_held
+from minivllm.lab.workload import WorkloadRequest
+from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.loader import load_model
+from minivllm.model.tokenizer import ByteTokenizer
 from minivllm.params import SamplingParams
 
 PROMPT = [5, 6, 7]
+BUDGET = (
+    64 * 3 * 2 * 2 * 14 * 4
+)  # bytes of 64 tokens' keys and values in tiny-llama: layers, k and v, heads, dim
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +73,94 @@ def test_two_tokens_nearer_than_the_error_are_a_tie_and_what_follows_is_still_ch
     assert compare_tokens(model, PROMPT, tokens, garbage).verdict == "NO, from token 9"
 
 
-@pytest.mark.parametrize("max_tokens", [1022, 5000])
-def test_a_workload_longer_than_the_context_is_refused_before_anything_runs(tiny, max_tokens):
-    with pytest.raises(RequestTooLong, match=f"max_tokens={max_tokens}"):
-        next(ladder.run_ladder(tiny, PROMPT, max_tokens=max_tokens))
+def requests_of(*lengths: tuple[int, int]) -> list[WorkloadRequest]:
+    return [
+        WorkloadRequest(tuple((7 * i + j) % 300 for j in range(n)), None, out)
+        for i, (n, out) in enumerate(lengths)
+    ]
+
+
+WORKLOAD = requests_of((9, 12), (3, 5), (17, 8), (1, 1), (30, 9))
+
+
+def test_every_rung_gives_the_same_tokens_under_the_same_budget(tiny):
+    results = list(ladder.run_ladder(tiny, WORKLOAD))
+    assert [r.rung.name for r in results] == list(ladder.RUNGS)
+    assert [r.same_tokens for r in results] == ["(reference)"] + ["yes"] * (len(results) - 1)
+    slots = {r.records[0].snapshot.num_slots for r in results}
+    assert slots == {64}, "the five need 9 + 11, 3 + 4, 17 + 7, 1, 30 + 8 = 90 slots together"
+    for r in results:
+        assert [len(tokens) for tokens in r.outputs] == [w.max_tokens for w in WORKLOAD]
+        assert r.latency["output_tokens"] == 35
+        assert sum(r.in_flight) == sum(len(record.step.scheduled) for record in r.records) >= 35
+        assert max(record.snapshot.held for record in r.records) <= 64
+
+
+def test_paging_has_more_requests_in_flight_than_any_reservation_on_the_ladders_own_workload(tiny):
+    """The demo's requests in the demo's number of slots; what fits does not depend on the model."""
+    workload = default_requests(ByteTokenizer())
+    most = {r.rung.name: max(r.in_flight) for r in ladder.run_ladder(tiny, workload)}
+    assert most["contiguous-max"] == 1
+    for policy in ("max", "pow2", "oracle"):
+        assert most["paged"] >= 1.5 * most[f"contiguous-{policy}"]
+    slots = default_budget(tiny, workload) // bytes_per_token(tiny)
+    assert slots == 512
+
+
+def test_what_is_held_is_split_by_what_became_of_it(tiny):
+    results = {
+        r.rung.name: r for r in ladder.run_ladder(tiny, requests_of((3, 5)), kv_cache_memory_bytes=BUDGET)
+    }
+    # one request: 3 tokens in memory after the first step, 7 after the fifth and last
+    steps, used, later = 5, 3 + 4 + 5 + 6 + 7, 4 + 3 + 2 + 1 + 0
+    assert results["naive"].split == Split(used, 0, 0)
+    assert results["contiguous-max"].split == Split(used, later, steps * 64 - used - later)
+    assert results["contiguous-oracle"].split == Split(used, later, steps * 8 - used - later)
+    assert results["paged"].split == Split(used, later, steps * 16 - used - later)
+    assert results["recompute"].split == Split()
+    assert results["recompute"].split.share("used") is None
+    figures = results["contiguous-oracle"].to_json()
+    assert figures["utilisation"] == pytest.approx(used / (steps * 8))
+    assert figures["utilisation"] + figures["reserved_for_later"] + figures["internal_waste"] == 1
+    assert figures["kv_held_bytes"] == 8 * bytes_per_token(tiny)
+    assert figures["kv_used_bytes"] == 5 * bytes_per_token(tiny)
+
+
+def test_the_picture_of_the_split_in_the_module_is_true():
+    snapshot = ContiguousManager(16, 1, 16)
+    snapshot.expect(4, 3, 4)
+    snapshot.allocate(4, 5)
+    assert split_held(snapshot.snapshot(), {4: 7}) == Split(5, 2, 9)
+
+
+def test_a_workload_longer_than_the_context_is_refused_before_anything_runs(tiny):
+    with pytest.raises(RequestTooLong, match=r"Request 2 has 3 tokens and max_tokens=1022.*1024"):
+        next(ladder.run_ladder(tiny, requests_of((1, 1), (3, 1022))))
+
+
+def test_a_budget_too_small_for_a_request_or_a_block_is_refused(tiny):
+    slot = bytes_per_token(tiny)
+    with pytest.raises(RequestTooLong, match="may need 20 tokens"):
+        list(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=19 * slot))
+    with pytest.raises(InvalidOption, match="a block takes"):
+        next(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=3 * slot))
 
 
 def test_a_dtype_too_coarse_to_compare_tokens_is_refused():
     model = load_model("random:tiny-llama", dtype="bfloat16", device="cpu")
     with pytest.raises(InvalidOption, match="bfloat16"):
-        next(ladder.run_ladder(model, PROMPT))
+        next(ladder.run_ladder(model, WORKLOAD))
+
+
+def test_a_name_may_stand_for_several_rungs_and_an_unknown_one_is_refused():
+    assert [r.name for r in ladder.check_rungs(["contiguous"])] == [
+        "contiguous-max",
+        "contiguous-pow2",
+        "contiguous-oracle",
+    ]
+    assert [r.name for r in ladder.check_rungs(["paged", "naive", "paged"])] == ["naive", "paged"]
+    with pytest.raises(InvalidOption, match=r"'nave'.*contiguous-pow2"):
+        ladder.check_rungs(["naive", "nave"])
 
 
 class ForgetfulStore(NaiveStore):
@@ -84,16 +174,57 @@ class ForgetfulStore(NaiveStore):
 
 
 def test_the_ladder_tells_a_memory_that_forgets(tiny, monkeypatch):
-    broken = ladder.Rung("naive", 1, ladder.RUNGS["naive"].manager, ForgetfulStore)
-    monkeypatch.setitem(ladder.RUNGS, "naive", broken)
-    results = list(ladder.run_ladder(tiny, list(range(40)), max_tokens=12, lengths=(8,)))
-    assert results[0].same_tokens == "(reference)"
-    assert results[1].same_tokens.startswith("NO, from token")
+    monkeypatch.setattr(engine_args, "NaiveStore", ForgetfulStore)
+    results = list(ladder.run_ladder(tiny, requests_of((1, 1), (40, 12)), rungs=("recompute", "naive")))
+    assert results[1].same_tokens.startswith("NO, request 1 from token")
 
 
-def test_each_length_asked_for_is_timed(tiny):
-    results = list(ladder.run_ladder(tiny, PROMPT, max_tokens=2, lengths=(1, 2, 33)))
-    assert [list(r.step_seconds) for r in results] == [[1, 2, 33]] * 2
+def test_verdicts_on_many_requests_count_ties_and_name_the_first_that_differs():
+    yes, tie, no = Comparison(), Comparison(3, 0.1, 0.2), Comparison(4, 0.3, 0.2)
+    assert verdict_of_many([yes, yes]) == "yes"
+    assert verdict_of_many([yes, tie]) == "yes, 1 tie"
+    assert verdict_of_many([tie, yes, tie]) == "yes, 2 ties"
+    assert verdict_of_many([yes, tie, no, no]) == "NO, request 2 from token 5"
+
+
+def test_the_ladders_requests_are_passages_that_begin_where_a_word_does():
+    requests = default_requests(ByteTokenizer(), 25)
+    assert len(requests) == 25
+    assert default_requests(ByteTokenizer(), 20) == requests[:20]
+    for request in requests:
+        text = bytes(request.prompt_token_ids).decode()
+        assert f" {text}" in f" {TEXT} {TEXT}"
+    assert len({r.prompt_token_ids for r in requests}) == 25
+
+
+def test_the_time_of_a_step_is_taken_at_the_length_asked_for(tiny):
+    lengths = []
+
+    class Noting(RecomputeStore):
+        def attend(self, layer, q, k, v, batch):
+            lengths.append(batch.slices[0].seq_len)
+            return super().attend(layer, q, k, v, batch)
+
+    assert time_step(tiny, Noting, PROMPT, 33) > 0
+    assert set(lengths) == {33, 34, 35}
+    assert time_step(tiny, NaiveStore, PROMPT, 1) > 0
+
+
+def calls_of_a_step(num_running: int, num_blocks: int) -> int:
+    """Function calls, of Python and of C, that a scheduling step makes."""
+    scheduler = running_scheduler(num_running, num_blocks, steps=40)
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    for _ in range(16):  # so that each request crosses the end of a block once
+        scheduler_step(scheduler)
+    sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+def test_a_scheduling_step_is_linear_in_running_requests_and_flat_in_the_size_of_the_pool():
+    few, many = calls_of_a_step(8, 2**10), calls_of_a_step(128, 2**10)
+    assert many == pytest.approx(16 * few, rel=0.1)
+    assert calls_of_a_step(8, 2**16) == few
 
 
 def test_the_doctor_finds_nothing_wrong_here(smollm2_source):

@@ -7,6 +7,11 @@ import torch
 from oracle import hf_greedy
 
 from minivllm.decoding.generate import generate
+from minivllm.engine_args import EngineArgs, bytes_per_token
+from minivllm.lab.ladder import Rung, run_rung
+from minivllm.lab.same_tokens import compare_tokens
+from minivllm.lab.workload import WorkloadRequest
+from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
@@ -101,6 +106,32 @@ def test_recomputing_and_caching_give_the_same_tokens(smollm2, prompts):
     for prompt in (prompts[3], prompts[8]):
         runs = [list(generate(smollm2, store, prompt, params)) for store in (RecomputeStore(), NaiveStore())]
         assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache": "naive", "scheduler": "static"},
+        {"cache": "contiguous", "reservation": "pow2"},
+        {"cache": "paged", "block_size": 3},
+        {"cache": "paged", "block_size": 16, "scheduler": "static"},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())),
+)
+def test_a_tight_memory_full_of_real_requests_gives_the_tokens_of_the_loop(smollm2, prompts, options):
+    """The least memory that holds the longest request, so requests wait and, with paging, are preempted."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    workload = [WorkloadRequest(tuple(prompts[i]), None, 8) for i in (3, 8, 5, 2)]
+    expected = [list(generate(smollm2, NaiveStore(), list(w.prompt_token_ids), params)) for w in workload]
+    longest = max(len(w.prompt_token_ids) for w in workload) + 7
+    slots = {"contiguous": BuddyAllocator.run_length(longest)}.get(options["cache"], -(-longest // 16) * 16)
+    args = EngineArgs(**options, kv_cache_memory_bytes=slots * bytes_per_token(smollm2), max_model_len=2048)
+    result = run_rung(smollm2, Rung("tight", 0, {}), args, workload)
+    verdicts = [
+        compare_tokens(smollm2, w.prompt_token_ids, a, b).verdict
+        for w, a, b in zip(workload, expected, result.outputs, strict=True)
+    ]
+    assert verdicts == ["yes"] * 4
 
 
 def test_chunks_of_a_real_prompt_give_the_logits_of_the_whole(smollm2, prompts):

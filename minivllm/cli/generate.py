@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
+from typing import Any
 
 import click
 
-from minivllm.cli.options import download_bar, model_options
+from minivllm.cli.options import model_options
+from minivllm.cli.streaming import fetch, show, speed, where
 
 
 @click.command()
@@ -15,8 +16,8 @@ from minivllm.cli.options import download_bar, model_options
 @model_options
 @click.option(
     "--cache",
-    type=click.Choice(["recompute", "naive"]),
-    default="naive",
+    type=click.Choice(["recompute", "naive", "contiguous", "paged"]),
+    default="paged",
     show_default=True,
     help="KV memory.",
 )
@@ -45,6 +46,7 @@ from minivllm.cli.options import download_bar, model_options
 @click.option(
     "--seed", type=int, default=None, help="With a temperature above 0: sample the same tokens each time."
 )
+@click.option("--stop", multiple=True, help="End the text before this string. May be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 def generate(
     prompt: str,
@@ -59,48 +61,37 @@ def generate(
     top_p: float,
     min_p: float,
     seed: int | None,
+    stop: tuple[str, ...],
     ignore_eos: bool,
 ) -> None:
     """Continue PROMPT ("-" reads it from standard input) and print the text as it comes."""
     from minivllm.params import SamplingParams
 
-    params = SamplingParams(temperature, top_k, top_p, min_p, seed, max_tokens, ignore_eos)
-
-    from minivllm.decoding import generate as loop
-    from minivllm.decoding.detokenizer import Detokenizer
-    from minivllm.memory.naive_store import NaiveStore
-    from minivllm.memory.store import KVStore, RecomputeStore
-    from minivllm.model.hub import resolve
-    from minivllm.model.loader import load_model
-    from minivllm.model.tokenizer import load_tokenizer
-
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
     if prompt == "-":
         if sys.stdin is None:
             raise click.UsageError('PROMPT is "-", and there is no standard input.')
         prompt = sys.stdin.read()
-    with download_bar() as progress:
-        source = resolve(model, progress=progress)
-    tokenizer = load_tokenizer(source)
-    prompt_ids = (
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        if chat
-        else tokenizer.encode(prompt)
-    )
-    decoder = load_model(source, dtype=dtype, device=device)
-    store: KVStore = NaiveStore() if cache == "naive" else RecomputeStore()
 
-    detokenizer, times = Detokenizer(tokenizer), [time.perf_counter()]
+    from minivllm.llm import LLM
+
+    fetch(model)
+    llm = LLM(model, dtype=dtype, device=device, cache=cache, max_num_seqs=1, seed=None)
+    asked: dict[str, Any] = {"prompt": prompt}
+    if chat:
+        message = {"role": "user", "content": prompt}
+        asked = {"prompt_token_ids": llm.get_tokenizer().apply_chat_template([message])}
+    pieces = llm.stream(asked, params)
     if not chat:
         click.echo(prompt, nl=False)
-    for token in loop.generate(decoder, store, prompt_ids, params):
-        times.append(time.perf_counter())
-        click.echo(detokenizer.add(token), nl=False)
-    click.echo(detokenizer.flush())
-
-    summary = f"{len(prompt_ids)} prompt tokens, first token after {times[1] - times[0]:.2f} s"
-    if len(times) > 2:
-        summary += f", then {(len(times) - 2) / (times[-1] - times[1]):.1f} tokens/s"
-    click.echo(
-        f"[{summary}; {cache} memory, {str(decoder.dtype).removeprefix('torch.')}, {decoder.device}]",
-        err=True,
-    )
+    output = show(pieces)
+    click.echo(f"[{speed(output)}; {cache} memory, {where(llm)}]", err=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,22 +15,38 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from minivllm.lab.ladder import RungResult
-
-_BAR_WIDTH = 18
+    from minivllm.lab.workload import WorkloadRequest
+    from minivllm.model.hub import ModelSource
+    from minivllm.model.tokenizer import Tokenizer
 
 
 @click.command()
 @model_options
 @click.option("--rungs", default=None, help="Only these, separated by commas. All by default.")
 @click.option(
-    "--max-tokens",
+    "--requests",
+    default=None,
+    metavar="N|FILE",
+    help="So many of the ladder's own requests (20), or a file as `minivllm workload` writes it.",
+)
+@click.option(
+    "--kv-cache-memory-bytes",
     type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    help="Tokens that each rung generates.",
+    default=None,
+    help="Memory for keys and values of each rung. By default too little for all requests at once.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def ladder(model: str, dtype: str, device: str, rungs: str | None, max_tokens: int, as_json: bool) -> None:
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Draw pictures into this folder.")
+def ladder(
+    model: str,
+    dtype: str,
+    device: str,
+    rungs: str | None,
+    requests: str | None,
+    kv_cache_memory_bytes: int | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
     """Run one workload up the ladder of ideas: the tokens stay the same, memory and time change.
 
     The dtype is float32 unless you choose another, so that tokens can be compared exactly.
@@ -36,96 +54,174 @@ def ladder(model: str, dtype: str, device: str, rungs: str | None, max_tokens: i
     from rich.console import Console
 
     from minivllm.lab import ladder as lab
+    from minivllm.lab.ladder_workload import default_budget
     from minivllm.model.hub import resolve
     from minivllm.model.loader import load_model
     from minivllm.model.tokenizer import load_tokenizer
 
     names = tuple(lab.RUNGS) if rungs is None else tuple(name.strip() for name in rungs.split(","))
     lab.check_rungs(names)
+    if plot is not None:
+        _prepare(plot)
     with download_bar() as progress:
         source = resolve(model, progress=progress)
     console = Console(stderr=as_json)
     if not console.is_terminal:
-        click.echo("loading the model, then running the rungs; each takes seconds", err=True)
+        click.echo("loading the model, then running the rungs; all of them take a minute or two", err=True)
     with console.status("loading the model") as status:
         tokenizer = load_tokenizer(source)
-        prompt = tokenizer.encode(lab.PROMPT)
+        workload = _workload(requests, tokenizer, source)
         decoder = load_model(source, dtype="float32" if dtype == "auto" else dtype, device=device)
-        room = decoder.config.max_position_embeddings
-        lengths = [n for n in lab.LENGTHS if n <= room]
+        budget = kv_cache_memory_bytes or default_budget(decoder, workload)
         results = []
-        run = lab.run_ladder(
-            decoder,
-            prompt,
-            rungs=names,
-            max_tokens=max_tokens,
-            lengths=lengths,
-            max_model_len=min(2048, room),
-            report=status.update,
-        )
-        for result in run:
+        for result in lab.run_ladder(
+            decoder, workload, rungs=names, kv_cache_memory_bytes=budget, report=status.update
+        ):
             results.append(result)
             if not console.is_terminal:  # nobody sees the spinner there
-                click.echo(f"{result.name}: done", err=True)
-    about = lab.about(decoder, model)
+                click.echo(f"{result.rung.name}: done in {result.latency['seconds']:.1f} s", err=True)
+    about = {
+        **lab.about(decoder, model),
+        "requests": len(workload),
+        "prompt_tokens": sum(len(r.prompt_token_ids or ()) for r in workload),
+        "output_tokens": sum(r.max_tokens for r in workload),
+        "kv_cache_memory_bytes": budget,
+        "max_model_len": min(lab.MAX_MODEL_LEN, decoder.config.max_position_embeddings),
+    }
     if as_json:
-        workload = {"prompt_tokens": len(prompt), "max_tokens": max_tokens}
-        click.echo(json.dumps({**about, **workload, "rungs": [r.to_json() for r in results]}))
-        _refuse_different_tokens(results)
-        return
-    heading = f"\n{model}, {about['dtype']}, {about['device']} ({about['versions']}, {about['date']})"
-    console.print(heading, markup=False)
-    console.print(f"One request: a prompt of {len(prompt)} tokens, {max_tokens} generated greedily.\n")
-    console.print(tokenizer.decode(prompt), end="", markup=False, highlight=False)
-    console.print(tokenizer.decode(results[0].token_ids), style="bold", markup=False, highlight=False)
-    console.print()
-    console.print(workload_table(results))
-    console.print(length_table(results))
-    _refuse_different_tokens(results)
+        click.echo(json.dumps({**about, "rungs": [r.to_json() for r in results]}))
+    else:
+        _print(console, about, workload, tokenizer, results)
+    if plot is not None:
+        from minivllm.lab.plot_ladder import plot_ladder
 
-
-def _refuse_different_tokens(results: list[RungResult]) -> None:
-    if not all(r.same_tokens.startswith(("(", "yes", "tie")) for r in results):
+        for path in plot_ladder(results, plot):
+            click.echo(str(path), err=True)
+    if not all(r.same_tokens.startswith(("(", "yes")) for r in results):
         raise click.ClickException("The rungs gave different tokens: that is a fault in this program.")
 
 
-def workload_table(results: list[RungResult]) -> Table:
-    """One line a rung: were the tokens the same, what memory was held, how fast it went."""
+def _prepare(folder: Path) -> None:
+    """Look before the minutes of work whether the pictures can be drawn and kept."""
+    from minivllm.lab import draw_memory_map  # noqa: F401
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(
+            f"--plot {folder}: no folder can be made there ({error.strerror})."
+        ) from error
+
+
+def _workload(asked: str | None, tokenizer: Tokenizer, source: ModelSource) -> list[WorkloadRequest]:
+    from dataclasses import replace
+
+    from minivllm.lab.bench.options import config_of, encode_prompts, refuse_arrivals
+    from minivllm.lab.ladder_workload import NUM_REQUESTS, default_requests
+    from minivllm.lab.workload import read_workload
+
+    if asked is None or asked.isdecimal():
+        n = NUM_REQUESTS if asked is None else int(asked)
+        if n < 1:
+            raise click.UsageError(f"--requests {asked}: at least 1 is needed.")
+        return default_requests(tokenizer, n)
+    found = read_workload(asked)
+    refuse_arrivals("ladder", found)
+    prompts = encode_prompts(found, source, config_of(source))
+    return [replace(r, prompt_token_ids=tuple(p), prompt=None) for r, p in zip(found, prompts, strict=True)]
+
+
+def _print(
+    console: Any,
+    about: dict[str, Any],
+    workload: Sequence[WorkloadRequest],
+    tokenizer: Tokenizer,
+    results: list[RungResult],
+) -> None:
+    from minivllm.lab.segments import format_bytes
+
+    slots = results[0].records[0].snapshot.num_slots
+    console.print(
+        f"\n{about['model']}, {about['dtype']}, {about['device']} ({about['versions']}, {about['date']})\n"
+        f"{about['requests']} requests at once: {about['prompt_tokens']} tokens of prompt, "
+        f"{about['output_tokens']} to generate. Memory for keys and values: {slots:,} tokens "
+        f"({format_bytes(about['kv_cache_memory_bytes'])}). Longest context: {about['max_model_len']:,}.\n",
+        markup=False,
+        highlight=False,
+    )
+    shown = max(range(len(workload)), key=lambda i: workload[i].max_tokens)
+    prompt, answer = workload[shown].prompt_token_ids or (), results[0].outputs[shown]
+    console.print(tokenizer.decode(prompt), end="", markup=False, highlight=False)
+    console.print(tokenizer.decode(answer), style="bold", markup=False, highlight=False)
+    console.print()
+    console.print(memory_table(results))
+    console.print(time_table(results))
+
+
+def memory_table(results: list[RungResult]) -> Table:
+    """One line a rung: were the tokens the same, what memory was held and for what, how many ran at once."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from minivllm.lab.segments import format_bytes
+
+    table = Table(
+        title="The ladder: memory",
+        caption="Same: the tokens, against the first rung. KV held: the mean over the steps, and its shares: "
+        "used by a token, used later, never used. In flight: requests that ran at once, the mean and the "
+        "most. contiguous-max asks for the longest context and gets at most all there is.",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("rung", no_wrap=True)
+    table.add_column("same", min_width=4)
+    for name in ("KV held", "used", "later", "never", "in flight", "preempted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        figures = r.to_json()
+        shares = (figures["utilisation"], figures["reserved_for_later"], figures["internal_waste"])
+        table.add_row(
+            r.rung.name,
+            "-" if r.same_tokens == "(reference)" else r.same_tokens,
+            format_bytes(round(r.held_bytes)) if r.held_bytes else "0",
+            *("-" if share is None else f"{share:.0%}" for share in shares),
+            f"{figures['in_flight_mean']:.1f} / {figures['in_flight_most']}",
+            str(r.num_preemptions),
+        )
+    return table
+
+
+def time_table(results: list[RungResult]) -> Table:
+    """One line a rung: how fast it went."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(
-        title="The ladder", caption="TTFT: time to first token. TPOT: time per output token after it."
+        title="The ladder: time",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="TTFT: time to first token, from arrival. TPOT: time per output token after it. "
+        "ITL: the gaps between a request's tokens. TTFT and TPOT are means.",
     )
-    table.add_column("rung")
+    table.add_column("rung", no_wrap=True)
     table.add_column("chapter", justify="right")
-    table.add_column("same tokens")
-    for name in ("KV held", "tok/s", "TTFT", "TPOT"):
+    for name in ("seconds", "tok/s", "TTFT", "TPOT", "ITL p99"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
-        held = f"{r.kv_bytes / 2**20:.2f} MiB" if r.kv_bytes else "0"
-        row = [r.name, str(r.chapter), r.same_tokens, held, f"{r.tok_s:.1f}", _ms(r.ttft), _ms(r.tpot)]
-        table.add_row(*row)
+        found = r.latency
+        table.add_row(
+            r.rung.name,
+            str(r.rung.chapter),
+            f"{found['seconds']:.1f}",
+            f"{found['tok_s']:.1f}",
+            _ms(found["ttft_ms"]["mean"]),
+            _ms(found["tpot_ms"]["mean"]),
+            _ms(found["itl_ms"]["p99"]),
+        )
     return table
 
 
-def length_table(results: list[RungResult]) -> Table:
-    """Time for one more token, at several lengths: a bar for each, all to one scale."""
-    from rich.table import Table
-
-    table = Table(title="Time for one more token, by length of the sequence so far")
-    table.add_column("length", justify="right", no_wrap=True)
-    for r in results:
-        table.add_column(r.name, justify="right", no_wrap=True)
-        table.add_column("", width=_BAR_WIDTH)
-    longest = max((s for r in results for s in r.step_seconds.values()), default=1.0)
-    for length in results[0].step_seconds if results else ():
-        row: list[Any] = [str(length)]
-        for r in results:
-            seconds = r.step_seconds[length]
-            row += [_ms(seconds), "█" * max(1, round(_BAR_WIDTH * seconds / longest))]
-        table.add_row(*row)
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+def _ms(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"

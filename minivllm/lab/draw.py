@@ -140,7 +140,8 @@ def _summary(snapshot: Snapshot) -> str:
         parts.append(f"longest free run {snapshot.largest_free_run:,}")
     elif not isinstance(snapshot, PagedSnapshot) and snapshot.held:
         parts.append(NOT_PHYSICAL)
-    return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
+    unbroken = [part if part == NOT_PHYSICAL else part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
+    return " · ".join(unbroken)
 
 
 def _quads(start: int, length: int, per_row: int) -> list[_Quad]:

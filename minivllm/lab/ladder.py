@@ -1,185 +1,228 @@
 """Above the chapters: one workload, run up the rungs of the book, each rung one idea more.
 
-Every rung must give the tokens of the first, which recomputes everything and so cannot be stale. What
-may change is memory and time.
+Every rung has the same requests, the same memory budget and the same longest context, and must give the
+tokens of the first, which recomputes everything and so cannot be stale. What may change is memory and time.
 """
 
 from __future__ import annotations
 
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from minivllm.decoding.generate import generate
+from minivllm.engine_args import EngineArgs, build_engine
 from minivllm.errors import InvalidOption, RequestTooLong
-from minivllm.lab.same_tokens import compare_tokens
-from minivllm.memory.manager import KVManager, RecomputeManager
-from minivllm.memory.naive import NaiveManager
-from minivllm.memory.naive_store import NaiveStore
-from minivllm.memory.store import KVStore, RecomputeStore
+from minivllm.lab.bench.result import BenchResult, RequestRecord, device_name
+from minivllm.lab.ladder_workload import default_budget
+from minivllm.lab.record import Recorder, StepRecord
+from minivllm.lab.same_tokens import compare_tokens, verdict_of_many
+from minivllm.lab.waste import Split, mean_split
+from minivllm.lab.workload import WorkloadRequest
+from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
 from minivllm.params import SamplingParams
+from minivllm.scheduling.request import Request
 
-PROMPT = (
-    "A language model writes one token at a time. For each new token it looks back at every token before it, "
-    "and to look back it needs a key and a value for each of them. The simplest way to have them is to"
-)
-LENGTHS = (32, 64, 128, 256, 512)
+MAX_MODEL_LEN = 2048
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One kind of memory: its books and its tensors."""
+    """One idea of the book: a name, its chapter, and the engine options that stand for it."""
 
     name: str
     chapter: int
-    manager: Callable[[int, int], KVManager]
-    store: Callable[[], KVStore]
+    options: Mapping[str, Any]
 
 
 RUNGS = {
-    rung.name: rung
-    for rung in (
-        Rung("recompute", 0, RecomputeManager, RecomputeStore),
-        Rung("naive", 1, NaiveManager, NaiveStore),
+    name: Rung(name, chapter, options)
+    for name, chapter, options in (
+        ("recompute", 0, {"cache": "recompute", "scheduler": "static"}),
+        ("naive", 1, {"cache": "naive", "scheduler": "static"}),
+        ("contiguous-max", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "max"}),
+        ("contiguous-pow2", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "pow2"}),
+        ("contiguous-oracle", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "oracle"}),
+        ("paged", 3, {"cache": "paged", "scheduler": "static"}),
+        ("continuous", 6, {"cache": "paged", "scheduler": "continuous"}),
     )
 }
 
 
 @dataclass
 class RungResult:
-    """What one rung did. Times in seconds; step_seconds maps a length to the time of one token there."""
+    """What one rung did.
 
-    name: str
-    chapter: int
-    token_ids: list[int] = field(default_factory=list)
+    same_tokens: "(reference)", "yes", "yes, 1 tie", or "NO, ..." for the first request that differs.
+    held_bytes, used_bytes: means over the steps. split: what was held, by what it was held for, summed over
+    the steps. in_flight: requests in each step. latency: figures as `BenchResult.summary` makes them.
+    """
+
+    rung: Rung
+    outputs: list[list[int]]
+    records: list[StepRecord]
+    split: Split
+    num_preemptions: int
+    latency: dict[str, Any]
     same_tokens: str = ""
-    kv_bytes: int = 0
-    ttft: float = 0.0
-    tpot: float = 0.0
-    tok_s: float = 0.0
-    step_seconds: dict[int, float] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, object]:
-        """A plain dictionary of all fields."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        self.in_flight = [len(record.step.scheduled) for record in self.records]
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes held, the mean over the steps."""
+        return sum(r.snapshot.held_bytes for r in self.records) / len(self.records)
+
+    @property
+    def used_bytes(self) -> float:
+        """Bytes with a token in them, the mean over the steps."""
+        return sum(r.snapshot.used * r.snapshot.bytes_per_token for r in self.records) / len(self.records)
+
+    @property
+    def fullest(self) -> StepRecord:
+        """The step with the most requests in flight; of several, the one with the most tokens in memory."""
+        return max(self.records, key=lambda record: (len(record.step.scheduled), record.snapshot.used))
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures and the tokens as plain values."""
+        return {
+            "name": self.rung.name,
+            "chapter": self.rung.chapter,
+            "options": dict(self.rung.options),
+            "same_tokens": self.same_tokens,
+            "kv_held_bytes": round(self.held_bytes),
+            "kv_used_bytes": round(self.used_bytes),
+            "utilisation": self.split.share("used"),
+            "reserved_for_later": self.split.share("reserved"),
+            "internal_waste": self.split.share("waste"),
+            "in_flight_mean": sum(self.in_flight) / len(self.in_flight),
+            "in_flight_most": max(self.in_flight),
+            "steps": len(self.records),
+            "preemptions": self.num_preemptions,
+            **{key: self.latency[key] for key in ("output_tokens", "seconds", "tok_s")},
+            **{key: self.latency[key] for key in ("ttft_ms", "tpot_ms", "itl_ms")},
+            "token_ids": self.outputs,
+        }
 
 
 def check_rungs(names: Sequence[str]) -> list[Rung]:
-    """The rungs of these names in the book's order. Raises InvalidOption for a name that is none."""
+    """The rungs of these names in the book's order; "contiguous" means all its policies.
+
+    Raises InvalidOption.
+    """
     for name in names:
-        if name not in RUNGS:
+        if not any(_is_named(rung, name) for rung in RUNGS):
             raise InvalidOption(f"There is no rung {name!r}; the rungs are {', '.join(RUNGS)}.")
-    return [rung for rung in RUNGS.values() if rung.name in names]
+    return [rung for rung in RUNGS.values() if any(_is_named(rung.name, name) for name in names)]
+
+
+def _is_named(rung: str, name: str) -> bool:
+    return name in (rung, rung.split("-")[0])
 
 
 def run_ladder(
     model: Decoder,
-    prompt: Sequence[int],
+    requests: Sequence[WorkloadRequest],
     *,
     rungs: Sequence[str] = tuple(RUNGS),
-    max_tokens: int = 32,
-    lengths: Sequence[int] = LENGTHS,
-    max_model_len: int = 2048,
+    kv_cache_memory_bytes: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[RungResult]:
-    """Yield each rung's result as soon as it is there; the first is what the others are compared with."""
+    """Yield each rung's result as soon as it is there; the first is what the others are compared with.
+
+    All requests are there at the start; greedy, past end-of-sequence tokens. Raises InvalidOption and
+    RequestTooLong before anything runs.
+    """
     if model.dtype not in (torch.float32, torch.float64):
         raise InvalidOption(f"dtype {model.dtype} rounds too much to compare tokens; use float32 or float64.")
-    longest = min(max_model_len, model.config.max_position_embeddings)
-    if len(prompt) + max_tokens > longest:
-        raise RequestTooLong(
-            f"The prompt's {len(prompt)} tokens and max_tokens={max_tokens} are more than the {longest} that "
-            "a sequence may have here. Lower max_tokens."
-        )
-    first: list[int] | None = None
-    _warm_up(model, prompt)
-    for rung in check_rungs(rungs):
-        report(f"{rung.name}: {max_tokens} tokens")
-        result = _run_workload(model, rung, prompt, max_tokens, max_model_len)
+    chosen = check_rungs(rungs)
+    max_model_len = min(max_model_len, model.config.max_position_embeddings)
+    budget = kv_cache_memory_bytes or default_budget(model, requests)
+    for number, request in enumerate(requests, start=1):
+        length = len(request.prompt_token_ids or ()) + request.max_tokens
+        if length > max_model_len:
+            raise RequestTooLong(
+                f"Request {number} has {len(request.prompt_token_ids or ())} tokens and max_tokens="
+                f"{request.max_tokens}: more than the {max_model_len} that a sequence may have here."
+            )
+    for rung in chosen:  # refused now, not after minutes
+        EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len).resolve(model)
+    _warm_up(model, requests)
+    first: RungResult | None = None
+    for rung in chosen:
+        args = EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
+        result = run_rung(model, rung, args, requests, report)
         if first is None:
-            first = result.token_ids
-            result.same_tokens = "(reference)"
+            first, result.same_tokens = result, "(reference)"
         else:
-            result.same_tokens = compare_tokens(model, prompt, first, result.token_ids).verdict
-        for length in lengths:
-            report(f"{rung.name}: one token at length {length}")
-            result.step_seconds[length] = _time_step(model, rung, prompt, length)
+            report(f"{rung.name}: comparing tokens")
+            pairs = zip(requests, first.outputs, result.outputs, strict=True)
+            result.same_tokens = verdict_of_many(
+                compare_tokens(model, r.prompt_token_ids or (), expected, got) for r, expected, got in pairs
+            )
         yield result
 
 
-def _run_workload(
-    model: Decoder, rung: Rung, prompt: Sequence[int], max_tokens: int, max_model_len: int
+def run_rung(
+    model: Decoder,
+    rung: Rung,
+    args: EngineArgs,
+    workload: Sequence[WorkloadRequest],
+    report: Callable[[str], None] = lambda doing: None,
 ) -> RungResult:
-    """Generate greedily, and keep the manager's books beside the store's tensors, step by step.
-
-    KV held is what the books say; tests hold them to the bytes of the tensors.
-    """
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    bytes_per_token = model.config.kv_elements_per_token * model.dtype.itemsize
-    manager, store = rung.manager(max_model_len, bytes_per_token), rung.store()
-    result, times = RungResult(rung.name, rung.chapter), [time.perf_counter()]
-    manager.allocate(0, len(prompt))
-    for token in generate(model, store, prompt, params):
-        times.append(time.perf_counter())
-        result.token_ids.append(token)
-        result.kv_bytes = manager.snapshot().held_bytes
-        manager.allocate(0, len(prompt) + len(result.token_ids))
-    result.ttft = times[1] - times[0]
-    result.tpot = (times[-1] - times[1]) / max(len(times) - 2, 1)
-    result.tok_s = len(result.token_ids) / (times[-1] - times[0])
-    return result
+    """Run a workload, all requests at once, on an engine with these options, and keep what it did."""
+    engine = build_engine(model, args)
+    recorder = engine.on_step = Recorder(engine.manager)
+    requests = [
+        Request(
+            i,
+            w.prompt_token_ids or (),
+            SamplingParams(temperature=0, max_tokens=w.max_tokens, ignore_eos=True),
+            max_model_len=args.max_model_len,
+        )
+        for i, w in enumerate(workload)
+    ]
+    for request in requests:
+        engine.add(request)
+    start, total, done = requests[0].metrics.arrival_time, sum(r.max_tokens for r in requests), 0
+    while engine.has_unfinished():
+        report(f"{rung.name}: {done} of {total} tokens")
+        done += len(engine.step())
+    final = {r.request_id: r.num_tokens - 1 for r in requests}
+    for request in requests:
+        request.metrics.arrival_time = 0.0
+        request.metrics.token_times = [at - start for at in request.metrics.token_times]
+    timed = [RequestRecord(len(r.prompt_token_ids), r.metrics) for r in requests]
+    return RungResult(
+        rung=rung,
+        outputs=[r.output_token_ids for r in requests],
+        records=recorder.records,
+        split=mean_split((record.snapshot for record in recorder.records), final),
+        num_preemptions=sum(r.num_preemptions for r in requests),
+        latency=BenchResult("minivllm", "", "", "", timed).summary(),
+    )
 
 
 @torch.inference_mode()
-def _warm_up(model: Decoder, prompt: Sequence[int]) -> None:
+def _warm_up(model: Decoder, requests: Sequence[WorkloadRequest]) -> None:
     """One step that is not counted: the first is slow, whatever it computes."""
-    model(Batch.pack([(0, prompt, 0)], model.device), RecomputeStore())
-
-
-@torch.inference_mode()
-def _time_step(model: Decoder, rung: Rung, prompt: Sequence[int], length: int, repeats: int = 3) -> float:
-    """Seconds to go on from `length` tokens by one: the median of a few steps at length, length + 1, ...
-
-    A memory that keeps KV has all but the last token already. Which tokens they are does not matter.
-    """
-    tokens = [prompt[i % len(prompt)] for i in range(length + repeats - 1)]
-    store, num_computed = rung.store(), 0
-    if store.keeps_kv and length > 1:
-        num_computed = length - 1
-        model(Batch.pack([(0, tokens[:num_computed], 0)], model.device), store)
-    seconds = []
-    for end in range(length, length + repeats):
-        start = time.perf_counter()
-        logits = model(Batch.pack([(0, tokens[num_computed:end], num_computed)], model.device), store)
-        logits.argmax().item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-        num_computed = end if store.keeps_kv else 0
-    return statistics.median(seconds)
+    model(Batch.pack([(0, requests[0].prompt_token_ids or (), 0)], model.device), RecomputeStore())
 
 
 def about(model: Decoder, name: str) -> dict[str, str]:
     """What a measurement must say of itself: model, dtype, device, versions, date."""
-    where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name()
     return {
         "model": name,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": where,
+        "device": device_name(model.device),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _cpu_name() -> str:
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"CPU {name}, {torch.get_num_threads()} threads"

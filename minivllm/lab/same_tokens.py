@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,3 +67,13 @@ def compare_tokens(
     if gap[worst] < error[worst]:
         worst = first
     return Comparison(worst, gap[worst].item(), error[worst].item())
+
+
+def verdict_of_many(comparisons: Iterable[Comparison]) -> str:
+    """ "yes" where all requests agree, ties counted; else the first request that does not."""
+    verdicts = [comparison.verdict for comparison in comparisons]
+    for number, verdict in enumerate(verdicts):
+        if verdict.startswith("NO"):
+            return f"NO, request {number} from {verdict.removeprefix('NO, from ')}"
+    ties = sum(verdict.startswith("tie") for verdict in verdicts)
+    return "yes" if not ties else f"yes, {ties} tie{'s' * (ties > 1)}"

@@ -1,0 +1,83 @@
+"""Above the chapters: this engine under a workload: requests are added when they are due, and it steps.
+
+A request's wait counts from when it was due, not from when this loop came round to it: a loop that is
+late must not hide that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from minivllm.errors import InvalidPrompt
+from minivllm.lab.bench.options import BenchOptions, Report, encode_prompts, resolve_options
+from minivllm.lab.bench.result import BenchResult, device_name, forget_peak, new_records, peak_memory
+from minivllm.lab.workload import WorkloadRequest
+from minivllm.params import SamplingParams
+
+ENGINE = "minivllm"
+WARMUP_TOKENS = 4
+
+
+def run(requests: Sequence[WorkloadRequest], options: BenchOptions, report: Report) -> BenchResult:
+    """Run the workload by its arrival times, greedily, past end-of-sequence tokens.
+
+    Raises what `LLM` and its `add_request` raise, the latter with the request's number.
+    """
+    from minivllm.llm import LLM
+
+    source, config, dtype, device = resolve_options(options)
+    prompts = encode_prompts(requests, source, config, options.max_model_len)
+    llm = LLM(model=options.model, dtype=options.dtype, device=options.device, **options.chosen)
+    try:
+        llm.add_request(
+            {"prompt_token_ids": prompts[0][:8]}, _params(min(WARMUP_TOKENS, requests[0].max_tokens))
+        )
+        while llm.has_unfinished_requests():
+            llm.step()
+
+        records = new_records(prompts, [r.arrival for r in requests])
+        due = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
+        number_of: dict[int, int] = {}
+        total, done = sum(r.max_tokens for r in requests), 0
+        forget_peak(device)
+        start = time.perf_counter()
+        while due or llm.has_unfinished_requests():
+            now = time.perf_counter() - start
+            while due and requests[due[0]].arrival <= now:
+                number = due.popleft()
+                try:
+                    prompt = {"prompt_token_ids": prompts[number]}
+                    request_id = llm.add_request(prompt, _params(requests[number].max_tokens))
+                except InvalidPrompt as error:
+                    raise type(error)(f"Request {number + 1} of the workload: {error}") from error
+                number_of[request_id] = number
+            if due and not llm.has_unfinished_requests():
+                time.sleep(max(0.0, requests[due[0]].arrival - (time.perf_counter() - start)))
+                continue
+            for output in llm.step():
+                record = records[number_of[output.request_id]]
+                done += len(output.outputs[0].token_ids) - len(record.token_ids)
+                record.token_ids = list(output.outputs[0].token_ids)
+                if output.finished:
+                    record.metrics.token_times = [at - start for at in output.metrics.token_times]
+            report(done, total)
+        memory = peak_memory(device)
+        chosen = {name: value for name, value in asdict(llm.args).items() if value is not None}
+    finally:
+        llm.close()
+    return BenchResult(
+        ENGINE,
+        options.model,
+        str(dtype).removeprefix("torch."),
+        device_name(device),
+        records,
+        options=chosen,
+        **memory,
+    )
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

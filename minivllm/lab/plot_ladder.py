@@ -1,0 +1,43 @@
+"""Above the chapters: the ladder's results as pictures in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.lab.draw import draw_film_strip, draw_memory_maps
+from minivllm.lab.draw_steps import draw_timeline, draw_utilisation
+from minivllm.lab.ladder import RungResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUM_FRAMES = 6
+
+
+def plot_ladder(results: Sequence[RungResult], folder: Path) -> Iterator[Path]:
+    """Draw the rungs' memories side by side, each at its fullest step, then for each rung that keeps anything
+    its memory over the steps, and for every rung its timeline and utilisation. Yields the files written.
+    """
+    keeping = [r for r in results if r.fullest.snapshot.held]
+    if keeping:
+        maps = {
+            f"{r.rung.name}, {len(r.fullest.step.scheduled)} in flight": r.fullest.snapshot for r in keeping
+        }
+        yield _save(draw_memory_maps(maps), folder / "memory.png")
+    for r in results:
+        steps = [record.step for record in r.records]
+        yield _save(draw_timeline(steps), folder / f"timeline-{r.rung.name}.png")
+    for r in keeping:
+        every = max(1, len(r.records) // NUM_FRAMES)
+        frames = r.records[::every][:NUM_FRAMES]
+        titles = [f"step {record.step.index}" for record in frames]
+        strip = draw_film_strip([record.snapshot for record in frames], titles=titles)
+        yield _save(strip, folder / f"film-{r.rung.name}.png")
+        yield _save(draw_utilisation(r.records), folder / f"utilisation-{r.rung.name}.png")
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path)
+    return path
