@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,5 +130,6 @@ def test_what_a_caller_hands_in_is_copied():
     bias[2] = 3.0
     assert (params.stop, params.logit_bias, params.stop_token_ids) == (("x",), {1: 2.0}, (3, 4))
     assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+    nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
+    assert SamplingParams(**nothing) == SamplingParams()
     assert len({params, SamplingParams()}) == 2, "params can be a key"

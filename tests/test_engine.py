@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from minivllm.errors import InvalidLogits, RequestTooLong
 from minivllm.lab.record import Recorder
 from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
-from minivllm.memory.paged import num_blocks_for
+from minivllm.memory.paged import num_blocks_for, slot_mapping
+from minivllm.memory.paged_store import PagedStore
 from minivllm.model.batch import Batch
 from minivllm.model.loader import load_model
 from minivllm.params import SamplingParams
@@ -29,6 +31,11 @@ MODELS = {
 }
 MODEL = MODELS["tiny-llama"]
 SAMPLED = {"temperature": 1.3, "top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+
+
+def build(model, args: EngineArgs) -> Any:
+    """An engine whose parts a test may look into and replace."""
+    return build_engine(model, args)
 
 
 def request(i: int, prompt: list[int], max_tokens: int, **options) -> Request:
@@ -53,7 +60,7 @@ def alone(model, r: Request) -> list[int]:
     return list(generate(model, NaiveStore(), r.prompt_token_ids, r.params))
 
 
-def least(model, cache: str, requests: list[Request], block_size: int | None) -> dict[str, int]:
+def least(model, cache: str, requests: list[Request], block_size: int | None) -> dict[str, Any]:
     """The smallest memory in which each of the requests fits alone."""
     longest = max(r.longest for r in requests)
     if cache == "paged":
@@ -87,7 +94,7 @@ def nothing_is_left(engine: Engine) -> None:
         assert engine.store.num_bytes() == 0
 
 
-def poisoned(engine: Engine) -> Engine:
+def poisoned(engine: Any) -> Any:
     """All memory holds NaN before anything is written to it."""
     if hasattr(engine.store, "kv"):
         engine.store.kv.fill_(float("nan"))
@@ -115,7 +122,7 @@ def test_every_memory_gives_the_tokens_of_the_plain_loop_down_to_the_least_that_
             memory = least(model, cache["cache"], requests, cache.get("block_size"))
             memory = {key: size * (1 + extra) for key, size in memory.items()}
             args = EngineArgs(scheduler=scheduler, max_num_seqs=5, **cache, **memory)
-            engine = poisoned(build_engine(model, args))
+            engine = poisoned(build(model, args))
             run(engine, requests, arrivals=[0, 9, 0, 3, 3, 20, 1])
             assert [r.output_token_ids for r in requests] == expected, f"{name}, memory {memory}"
 
@@ -142,7 +149,7 @@ def test_any_company_and_order_of_arrival_gives_the_same_tokens(
     if watermark is not None and cache["cache"] in ("naive", "paged"):
         memory["watermark"] = watermark
     args = EngineArgs(scheduler=scheduler, max_num_seqs=max_num_seqs, **cache, **memory)
-    steps = run(poisoned(build_engine(MODEL, args)), requests, arrivals[:n])
+    steps = run(poisoned(build(MODEL, args)), requests, arrivals[:n])
     assert [r.output_token_ids for r in requests] == expected
     assert max(len(s.scheduled) for s in steps) <= max_num_seqs
 
@@ -151,7 +158,7 @@ def test_sampled_tokens_do_not_depend_on_the_neighbours():
     def tokens(company: int) -> list[int]:
         mine = request(0, [3, 1, 4], 15, seed=7, **SAMPLED)
         others = [request(1 + i, [i, i + 1], 9, seed=i, **SAMPLED) for i in range(company)]
-        run(build_engine(MODEL, EngineArgs()), [*others[: company // 2], mine, *others[company // 2 :]])
+        run(build(MODEL, EngineArgs()), [*others[: company // 2], mine, *others[company // 2 :]])
         return mine.output_token_ids
 
     assert tokens(0) == tokens(1) == tokens(6)
@@ -160,7 +167,7 @@ def test_sampled_tokens_do_not_depend_on_the_neighbours():
 def test_a_tight_pool_thrashes_but_ends():
     requests = [request(i, [i] * 6, 30) for i in range(8)]
     expected = [alone(MODEL, r) for r in requests]
-    engine = build_engine(MODEL, EngineArgs(block_size=1, num_blocks=36, watermark=0.0))
+    engine = build(MODEL, EngineArgs(block_size=1, num_blocks=36, watermark=0.0))
     run(poisoned(engine), requests)
     assert [r.output_token_ids for r in requests] == expected
     assert sum(r.num_preemptions for r in requests) > 10
@@ -169,9 +176,7 @@ def test_a_tight_pool_thrashes_but_ends():
 @pytest.mark.parametrize("cache", [{"cache": "contiguous"}, {"cache": "paged", "block_size": 3}], ids=str)
 def test_no_code_clears_a_block(cache):
     """Slots that no token was written to are still NaN at the end; the others keep what was last there."""
-    engine = poisoned(
-        build_engine(MODEL, EngineArgs(**cache, kv_cache_memory_bytes=100 * bytes_per_token(MODEL)))
-    )
+    engine = poisoned(build(MODEL, EngineArgs(**cache, kv_cache_memory_bytes=100 * bytes_per_token(MODEL))))
     run(engine, [request(0, [1, 2, 3, 4], 4)])
     clean = engine.store.kv.isnan()
     assert engine.store.kv.numel() - clean.sum() == 7 * bytes_per_token(MODEL) // 8, (
@@ -202,7 +207,7 @@ class FailingStore:
 def test_a_step_that_fails_is_undone_and_the_tokens_stay_the_same(cache, error):
     requests = some_requests(3, 5)
     expected = [alone(MODEL, r) for r in requests]
-    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    engine = build(MODEL, EngineArgs(max_num_seqs=3, **cache))
     plain_store = engine.store
     engine.store = FailingStore(engine.store, {1, 4, 5, 13}, error)
     for r in requests:
@@ -241,7 +246,7 @@ class SickModel:
 def test_a_request_without_usable_logits_is_ended_by_name_and_the_others_go_on(cache):
     requests = [request(i, [i, 2, 3], 8) for i in range(4)]
     expected = [alone(MODEL, r) for r in requests]
-    engine = build_engine(MODEL, EngineArgs(**cache))
+    engine = build(MODEL, EngineArgs(**cache))
     engine.model = SickModel(MODEL, sick=2)
     for r in requests:
         engine.add(r)
@@ -259,7 +264,7 @@ def test_a_request_without_usable_logits_is_ended_by_name_and_the_others_go_on(c
 
 def test_a_listener_that_fails_loses_no_token():
     r = request(0, [1, 2, 3], 5)
-    engine = build_engine(MODEL, EngineArgs())
+    engine = build(MODEL, EngineArgs())
 
     def listener(step: Step) -> None:
         if step.index == 1:
@@ -280,7 +285,7 @@ def test_a_listener_that_fails_loses_no_token():
 def test_a_request_can_be_ended_in_every_state(cache, when):
     requests = [request(i, [i, 2, 3], 8) for i in range(4)]
     expected = [alone(MODEL, r) for r in requests]
-    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    engine = build(MODEL, EngineArgs(max_num_seqs=3, **cache))
     mine = requests[3 if when == "waiting" else 1]
     for r in requests:
         engine.add(r)
@@ -314,7 +319,7 @@ def test_three_thousand_short_requests_leave_nothing_behind():
     requests = [
         request(i, [random.randrange(307)] * random.randint(1, 3), random.randint(1, 3)) for i in range(3000)
     ]
-    engine = build_engine(MODELS["tiny-qwen3"], EngineArgs(block_size=3, num_blocks=90, max_num_seqs=64))
+    engine = build(MODELS["tiny-qwen3"], EngineArgs(block_size=3, num_blocks=90, max_num_seqs=64))
     for r in requests:
         engine.add(r)
     while engine.has_unfinished():
@@ -326,7 +331,7 @@ def test_three_thousand_short_requests_leave_nothing_behind():
 
 
 def test_what_can_never_fit_is_refused_on_arrival_and_the_rest_goes_on():
-    engine = build_engine(MODEL, EngineArgs(block_size=3, num_blocks=4))
+    engine = build(MODEL, EngineArgs(block_size=3, num_blocks=4))
     fits = request(0, [1] * 6, 7)
     engine.add(fits)
     with pytest.raises(
@@ -339,7 +344,7 @@ def test_what_can_never_fit_is_refused_on_arrival_and_the_rest_goes_on():
 
 
 def test_a_step_says_who_computed_what_who_waited_and_who_lost_its_memory():
-    engine = build_engine(MODEL, EngineArgs(block_size=1, num_blocks=8, max_num_seqs=2, watermark=0.0))
+    engine = build(MODEL, EngineArgs(block_size=1, num_blocks=8, max_num_seqs=2, watermark=0.0))
     steps = run(engine, [request(0, [1, 2, 3], 4), request(1, [4, 5], 4), request(2, [6], 1)])
     seen = [([tuple(part) for part in s.scheduled], s.preempted, s.waiting) for s in steps]
     assert seen[0] == ([(0, 0, 3), (1, 0, 2)], (), (2,))
@@ -351,7 +356,7 @@ def test_a_step_says_who_computed_what_who_waited_and_who_lost_its_memory():
 
 
 def test_metrics_come_from_the_engines_clock():
-    engine = build_engine(MODEL, EngineArgs(max_num_seqs=1))
+    engine = build(MODEL, EngineArgs(max_num_seqs=1))
     engine.clock = itertools.count(100.0, 10.0).__next__
     first, second = request(0, [1], 3), request(1, [1], 1)
     run(engine, [first, second])
@@ -365,7 +370,7 @@ def test_metrics_come_from_the_engines_clock():
 @pytest.mark.parametrize("cache", CACHES[1:], ids=lambda c: "-".join(map(str, c.values())))
 def test_a_record_has_the_memory_of_each_step(cache):
     requests = some_requests(5, 5)
-    engine = build_engine(MODEL, EngineArgs(max_num_seqs=3, **cache))
+    engine = build(MODEL, EngineArgs(max_num_seqs=3, **cache))
     recorder = Recorder(engine.manager)
     for r in requests:
         engine.add(r)
@@ -380,7 +385,7 @@ def test_a_record_has_the_memory_of_each_step(cache):
 
 def test_a_store_is_asked_for_nothing_it_cannot_do(monkeypatch):
     """Preempted and finished sequences leave the naive store, which would else keep their tensors."""
-    engine = build_engine(MODEL, EngineArgs(cache="naive", kv_cache_memory_bytes=40 * bytes_per_token(MODEL)))
+    engine = build(MODEL, EngineArgs(cache="naive", kv_cache_memory_bytes=40 * bytes_per_token(MODEL)))
     requests = [request(i, [i] * 9, 20) for i in range(3)]
     seen: list[tuple[int, int]] = []
     listener: Callable[[Step], None] = lambda step: seen.append(  # noqa: E731
@@ -393,3 +398,65 @@ def test_a_store_is_asked_for_nothing_it_cannot_do(monkeypatch):
         engine.step()
     assert sum(r.num_preemptions for r in requests) > 0
     assert all(tensors == books for tensors, books in seen)
+
+
+def unused_slots(engine: Any) -> list[int]:
+    """Slots that hold no token now: free ones, and those held for tokens to come."""
+    used: set[int] = set()
+    for s in engine.manager.snapshot().sequences:
+        if isinstance(engine.store, PagedStore):
+            used |= set(slot_mapping(s.block_ids, engine.manager.block_size, 0, s.used))
+        else:
+            used |= set(range(s.start, s.start + s.used))
+    return [slot for slot in range(engine.manager.snapshot().num_slots) if slot not in used]
+
+
+def poison(engine: Any, slots: list[int]) -> None:
+    if isinstance(engine.store, PagedStore):
+        size = engine.manager.block_size
+        for slot in slots:
+            engine.store.kv[slot // size, :, :, :, slot % size] = float("nan")
+    else:
+        engine.store.kv[:, :, slots] = float("nan")
+
+
+@pytest.mark.parametrize("cache", CACHES[2:7], ids=lambda c: "-".join(map(str, c.values())))
+def test_what_finished_and_preempted_sequences_leave_behind_does_not_matter(cache):
+    """After every step all slots without a token are filled with NaN, blocks just given back among them."""
+    requests = some_requests(8, 6, most=20)
+    expected = [alone(MODEL, r) for r in requests]
+    memory = least(MODEL, cache["cache"], requests, cache.get("block_size"))
+    engine = build(MODEL, EngineArgs(max_num_seqs=4, **cache, **{key: 2 * n for key, n in memory.items()}))
+    for r in requests:
+        engine.add(r)
+    while engine.has_unfinished():
+        poison(engine, unused_slots(engine))
+        engine.step()
+    assert [r.output_token_ids for r in requests] == expected
+
+
+def test_compaction_between_steps_changes_no_token_and_frees_one_long_run():
+    requests = [request(i, [i] * 5, n) for i, n in enumerate((2, 12, 2, 12, 2, 12))]
+    expected = [alone(MODEL, r) for r in requests]
+    budget = 16 * 6 * bytes_per_token(MODEL)
+    engine = poisoned(
+        build(MODEL, EngineArgs(cache="contiguous", reservation="oracle", kv_cache_memory_bytes=budget))
+    )
+    for r in requests:
+        engine.add(r)
+    while not any(r.finish_reason for r in requests):
+        engine.step()
+    before = engine.manager.snapshot()
+    moved = engine.store.move(engine.manager.compact())
+    engine.manager.check_integrity()
+    after = engine.manager.snapshot()
+    assert (after.held, after.used) == (before.held, before.used)
+    assert after.largest_free_run > before.largest_free_run
+    in_place = {s.seq_id for s in before.sequences} & {
+        a.seq_id for a, b in zip(after.sequences, before.sequences, strict=True) if a.start == b.start
+    }
+    used = sum(s.used for s in before.sequences if s.seq_id not in in_place)
+    assert moved == used * bytes_per_token(MODEL) > 0
+    while engine.has_unfinished():
+        engine.step()
+    assert [r.output_token_ids for r in requests] == expected

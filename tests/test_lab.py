@@ -192,7 +192,7 @@ def test_the_ladders_requests_are_passages_that_begin_where_a_word_does():
     assert len(requests) == 25
     assert default_requests(ByteTokenizer(), 20) == requests[:20]
     for request in requests:
-        text = bytes(request.prompt_token_ids).decode()
+        text = bytes(request.token_ids).decode()
         assert f" {text}" in f" {TEXT} {TEXT}"
     assert len({r.prompt_token_ids for r in requests}) == 25
 

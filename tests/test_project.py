@@ -298,3 +298,15 @@ def test_ci_runs_the_checks_then_the_tests_and_stops_at_the_first_failure(failin
 def test_git_leaves_out_the_environment_and_what_a_reader_wrote():
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert {".venv", "my", "__pycache__", "book/_build"} <= ignored
+
+
+def test_the_readmes_python_runs_as_it_stands(tmp_path, smollm2_source):
+    """All blocks, one after the other, in a folder of their own."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.png", "timeline.png"}

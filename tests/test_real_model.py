@@ -122,13 +122,13 @@ def test_a_tight_memory_full_of_real_requests_gives_the_tokens_of_the_loop(smoll
     """The least memory that holds the longest request, so requests wait and, with paging, are preempted."""
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     workload = [WorkloadRequest(tuple(prompts[i]), None, 8) for i in (3, 8, 5, 2)]
-    expected = [list(generate(smollm2, NaiveStore(), list(w.prompt_token_ids), params)) for w in workload]
-    longest = max(len(w.prompt_token_ids) for w in workload) + 7
+    expected = [list(generate(smollm2, NaiveStore(), list(w.token_ids), params)) for w in workload]
+    longest = max(len(w.token_ids) for w in workload) + 7
     slots = {"contiguous": BuddyAllocator.run_length(longest)}.get(options["cache"], -(-longest // 16) * 16)
     args = EngineArgs(**options, kv_cache_memory_bytes=slots * bytes_per_token(smollm2), max_model_len=2048)
     result = run_rung(smollm2, Rung("tight", 0, {}), args, workload)
     verdicts = [
-        compare_tokens(smollm2, w.prompt_token_ids, a, b).verdict
+        compare_tokens(smollm2, w.token_ids, a, b).verdict
         for w, a, b in zip(workload, expected, result.outputs, strict=True)
     ]
     assert verdicts == ["yes"] * 4

@@ -83,7 +83,7 @@ def ladder(
     about = {
         **lab.about(decoder, model),
         "requests": len(workload),
-        "prompt_tokens": sum(len(r.prompt_token_ids or ()) for r in workload),
+        "prompt_tokens": sum(len(r.token_ids) for r in workload),
         "output_tokens": sum(r.max_tokens for r in workload),
         "kv_cache_memory_bytes": budget,
         "max_model_len": min(lab.MAX_MODEL_LEN, decoder.config.max_position_embeddings),
@@ -150,7 +150,7 @@ def _print(
         highlight=False,
     )
     shown = max(range(len(workload)), key=lambda i: workload[i].max_tokens)
-    prompt, answer = workload[shown].prompt_token_ids or (), results[0].outputs[shown]
+    prompt, answer = workload[shown].token_ids, results[0].outputs[shown]
     console.print(tokenizer.decode(prompt), end="", markup=False, highlight=False)
     console.print(tokenizer.decode(answer), style="bold", markup=False, highlight=False)
     console.print()

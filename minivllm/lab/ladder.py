@@ -147,10 +147,10 @@ def run_ladder(
     max_model_len = min(max_model_len, model.config.max_position_embeddings)
     budget = kv_cache_memory_bytes or default_budget(model, requests)
     for number, request in enumerate(requests, start=1):
-        length = len(request.prompt_token_ids or ()) + request.max_tokens
+        length = len(request.token_ids) + request.max_tokens
         if length > max_model_len:
             raise RequestTooLong(
-                f"Request {number} has {len(request.prompt_token_ids or ())} tokens and max_tokens="
+                f"Request {number} has {len(request.token_ids)} tokens and max_tokens="
                 f"{request.max_tokens}: more than the {max_model_len} that a sequence may have here."
             )
     for rung in chosen:  # refused now, not after minutes
@@ -166,7 +166,7 @@ def run_ladder(
             report(f"{rung.name}: comparing tokens")
             pairs = zip(requests, first.outputs, result.outputs, strict=True)
             result.same_tokens = verdict_of_many(
-                compare_tokens(model, r.prompt_token_ids or (), expected, got) for r, expected, got in pairs
+                compare_tokens(model, r.token_ids, expected, got) for r, expected, got in pairs
             )
         yield result
 
@@ -184,7 +184,7 @@ def run_rung(
     requests = [
         Request(
             i,
-            w.prompt_token_ids or (),
+            w.token_ids,
             SamplingParams(temperature=0, max_tokens=w.max_tokens, ignore_eos=True),
             max_model_len=args.max_model_len,
         )
@@ -214,7 +214,7 @@ def run_rung(
 @torch.inference_mode()
 def _warm_up(model: Decoder, requests: Sequence[WorkloadRequest]) -> None:
     """One step that is not counted: the first is slow, whatever it computes."""
-    model(Batch.pack([(0, requests[0].prompt_token_ids or (), 0)], model.device), RecomputeStore())
+    model(Batch.pack([(0, requests[0].token_ids, 0)], model.device), RecomputeStore())
 
 
 def about(model: Decoder, name: str) -> dict[str, str]:

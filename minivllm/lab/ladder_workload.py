@@ -37,7 +37,7 @@ def default_requests(tokenizer: Tokenizer, n: int = NUM_REQUESTS) -> list[Worklo
     for number, request in enumerate(make_workload(n, **LENGTHS)):
         begin = 29 * number % len(words)
         tokens = tokenizer.encode(" ".join([*words[begin:], *words]))
-        length = len(request.prompt_token_ids or ())
+        length = len(request.token_ids)
         requests.append(replace(request, prompt_token_ids=tuple(tokens[:length])))
     return requests
 
@@ -47,6 +47,6 @@ def default_budget(model: Decoder, requests: Sequence[WorkloadRequest]) -> int:
 
     A power of two of slots, the largest below what all of them need together: so it matters who comes in.
     """
-    needs = [len(r.prompt_token_ids or ()) + r.max_tokens - 1 for r in requests]
+    needs = [len(r.token_ids) + r.max_tokens - 1 for r in requests]
     together = 1 << (max(sum(needs) - 1, 1).bit_length() - 1)
     return max(together, BuddyAllocator.run_length(max(needs)), LEAST_SLOTS) * bytes_per_token(model)

@@ -17,13 +17,15 @@ NUM_FRAMES = 6
 
 
 def plot_ladder(results: Sequence[RungResult], folder: Path) -> Iterator[Path]:
-    """Draw the rungs' memories side by side, each at its fullest step, then for each rung that keeps anything
-    its memory over the steps, and for every rung its timeline and utilisation. Yields the files written.
+    """Draw the kinds of memory side by side, each at its fullest step, then for every rung its timeline, and
+    for each that keeps anything its memory over the steps. Yields the files written.
     """
     keeping = [r for r in results if r.fullest.snapshot.held]
+    first_of = {tuple(r.rung.options.get(o) for o in ("cache", "reservation")): r for r in reversed(keeping)}
     if keeping:
         maps = {
-            f"{r.rung.name}, {len(r.fullest.step.scheduled)} in flight": r.fullest.snapshot for r in keeping
+            f"{r.rung.name}, {len(r.fullest.step.scheduled)} in flight": r.fullest.snapshot
+            for r in reversed(first_of.values())
         }
         yield _save(draw_memory_maps(maps), folder / "memory.png")
     for r in results:

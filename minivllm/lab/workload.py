@@ -41,6 +41,13 @@ class WorkloadRequest:
         if (self.prompt_token_ids is None) == (self.prompt is None):
             raise InvalidOption("A request has either prompt_token_ids or prompt, and not both.")
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt's token ids. Raises InvalidOption for a request that has only text."""
+        if self.prompt_token_ids is None:
+            raise InvalidOption("This request's prompt is text; encode it with a tokenizer first.")
+        return self.prompt_token_ids
+
 
 def make_workload(
     n: int,
