@@ -168,6 +168,9 @@ class LLM:
         """
         if self.engine.has_unfinished():
             self._advance()
+        else:  # an interrupt may have come between a last token and its text
+            for state in list(self._states.values()):
+                self._close(state)
         news, self._news = self._news, {}
         return [state.output() for state in news.values()]
 
@@ -268,15 +271,15 @@ class LLM:
     def _run(self, states: Sequence[RequestState], use_tqdm: bool | None) -> None:
         """Step until all of these have ended."""
         left = [state for state in states if not state.finished]
-        with tqdm(
-            total=len(states), unit="request", disable=None if use_tqdm is None else not use_tqdm
-        ) as bar:
-            tokens = 0
+        hidden = None if use_tqdm is None else not use_tqdm  # None: hidden where there is no terminal
+        with tqdm(total=len(states), unit="request", disable=hidden) as bar:
             while left:
-                tokens += sum(not state.finished for state in left)
                 self._advance()
                 unfinished = [state for state in left if not state.finished]
-                bar.update(len(left) - len(unfinished))
+                if len(unfinished) < len(left) and not bar.disable:
+                    tokens = sum(len(state.request.output_token_ids) for state in states)
+                    bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:.1f} tok/s", refresh=False)
+                    bar.update(len(left) - len(unfinished))
                 left = unfinished
 
     def _pieces(self, state: RequestState) -> Generator[str, None, RequestOutput]:

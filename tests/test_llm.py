@@ -467,7 +467,9 @@ def test_a_progress_bar_comes_when_it_is_asked_for(llm, capsys):
     llm.generate(["a", "b"], GREEDY)
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], GREEDY, use_tqdm=True)
-    assert "2/2" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "tok/s" in shown
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert capsys.readouterr().err == ""
 
@@ -571,3 +573,25 @@ def test_the_real_model_answers_in_a_chat(smollm2, smollm2_tokenizer):
     assert "<|im_end|>" not in output.text
     stopped = llm.chat(question, SamplingParams(temperature=0, max_tokens=40, stop="Par"))[0].outputs[0]
     assert stopped.text == output.text[: output.text.find("Par")]
+
+
+def test_an_interrupt_between_a_last_token_and_its_text_loses_neither(llm):
+    tokenizer = llm.get_tokenizer()
+    request_id = llm.add_request("abc", SamplingParams(temperature=0, max_tokens=1))
+    state = llm._states[request_id]
+    read, calls = state.read_new_tokens, iter([KeyboardInterrupt()])
+
+    def interrupted():
+        for error in calls:
+            raise error
+        return read()
+
+    state.read_new_tokens = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    assert llm.has_unfinished_requests()
+    (output,) = llm.step()
+    assert output.finished
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+    assert not llm.has_unfinished_requests()
+    assert is_idle(llm)
