@@ -1,0 +1,1 @@
+"""Above the chapters: one module of checks a chapter."""

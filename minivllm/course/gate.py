@@ -1,0 +1,97 @@
+"""Above the chapters: are the checks strict enough? Mutants of every answer must be refused.
+
+    python -m minivllm.course.gate [3.2 ...]
+
+Each mutant runs in a child process that can be killed: one that hangs is refused too. A mutant that is right
+after all (an equivalent one) is listed here with a reason.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import click
+
+from minivllm.course.answers import answer_source
+from minivllm.course.checking import check
+from minivllm.course.manifest import Exercise, chapters, exercise, resolve
+from minivllm.course.mutants import mutants
+
+SECONDS = 2.0
+SHARE = 0.95  # of the mutants that are not equivalent
+# (exercise, what was changed) -> why the changed answer is as right as the first
+EQUIVALENT: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check said of one mutant."""
+
+    change: str
+    refused: bool
+
+
+def gate(e: Exercise, sample: int | None = None, seed: int = 0) -> Iterator[Verdict]:
+    """Run the mutants of an exercise's answer, or a seeded sample of them."""
+    found = [m for m in mutants(answer_source(e)) if (e.id, m[0]) not in EQUIVALENT]
+    if sample is not None and sample < len(found):
+        found = Random(f"{seed} {e.id}").sample(found, sample)
+    for change, source in found:
+        yield Verdict(change, refused=not passes(e, source))
+
+
+def passes(e: Exercise, source: str) -> bool:
+    """Whether the check takes this source for an answer, within SECONDS."""
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    child = context.Process(target=_run, args=(e, source))
+    child.start()
+    child.join(SECONDS)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode == 0
+
+
+def _run(e: Exercise, source: str) -> None:
+    try:
+        check(e.id, built(e, source))
+    except BaseException:  # whatever it is, the answer was refused
+        sys.exit(1)
+
+
+def built(e: Exercise, source: str) -> Any:
+    """An answer made of source, as a reader would hand it in: a function, or a class with the method."""
+    owner, name, original = resolve(e.answer)
+    names: dict[str, Any] = dict(vars(sys.modules[original.__module__]))
+    exec(source, names)
+    return type("Mine", (owner,), {name: names[name]}) if isinstance(owner, type) else names[name]
+
+
+def survivors(verdicts: Iterable[Verdict]) -> tuple[int, list[str]]:
+    """How many mutants there were, and the changes that no check noticed."""
+    all_of_them = list(verdicts)
+    return len(all_of_them), [v.change for v in all_of_them if not v.refused]
+
+
+@click.command()
+@click.argument("ids", nargs=-1)
+def main(ids: tuple[str, ...]) -> None:
+    """Run all mutants of the exercises IDS, or of every exercise; ends with 1 when too many survive."""
+    failed = False
+    for e in [exercise(i) for i in ids] or [e for chapter in chapters() for e in chapter.exercises]:
+        count, left = survivors(gate(e))
+        click.echo(f"{e.id} {e.title}: {count - len(left)} of {count} mutants refused")
+        for change in left:
+            click.echo(f"    survived: {change}")
+        failed |= count - len(left) < SHARE * count
+    if failed:
+        raise click.ClickException(f"A check that refuses less than {SHARE:.0%} of the mutants is too weak.")
+
+
+if __name__ == "__main__":
+    main()
