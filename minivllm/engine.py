@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minivllm.decoding.penalties import adjust
 from minivllm.decoding.sampler import sample, top_logprobs
-from minivllm.errors import InvalidLogits, OutOfMemory
+from minivllm.errors import EngineBusy, InvalidLogits, OutOfMemory
+from minivllm.interrupt import Shield
 from minivllm.memory.manager import KVManager
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
@@ -75,11 +76,14 @@ class Engine:
         self.model, self.manager, self.store, self.scheduler = model, manager, store, scheduler
         self.place, self.clock, self.on_step = place, clock, on_step
         self.num_steps = 0
+        self.shield = Shield()
+        self._in_step = False
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong for one that can never fit."""
-        self.scheduler.add(request)
-        request.metrics.arrival_time = self.clock()
+        with self.shield:
+            self.scheduler.add(request)
+            request.metrics.arrival_time = self.clock()
 
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
@@ -87,15 +91,27 @@ class Engine:
 
     def finish(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
         """End a request wherever it stands; one that has ended stays as it is."""
-        self.scheduler.finish(request, reason, stop_reason)
-        self.store.free(request.request_id)
+        with self.shield:
+            self.scheduler.finish(request, reason, stop_reason)
+            self.store.free(request.request_id)
 
     def step(self) -> list[Request]:
         """Give each scheduled request one more token; returns them, also those that end with it.
 
         A step that fails is undone: its requests wait and begin again. Raises InvalidLogits when the model
-        gives no usable logits for a request, which is then ended ("abort"), and OutOfMemory.
+        gives no usable logits for a request, which is then ended ("abort"), OutOfMemory, and EngineBusy where
+        a listener calls it.
         """
+        if self._in_step:
+            raise EngineBusy("The engine is in the middle of a step; a listener can look at it, and abort.")
+        self._in_step = True
+        with self.shield:  # Ctrl-C reaches the model and the listener, not the books
+            try:
+                return self._step()
+            finally:
+                self._in_step = False
+
+    def _step(self) -> list[Request]:
         start = self.clock()
         plan = self.scheduler.schedule()
         for request in plan.preempted:
@@ -103,16 +119,19 @@ class Engine:
         if not plan.scheduled:
             assert not self.scheduler.has_unfinished(), "requests wait, and none of them can run"
             return []
+        chance = [request.generator.getstate() for request, _ in plan.scheduled]
         try:
-            tokens = self._compute(plan)
-        except BaseException as error:  # Ctrl-C too
-            self._undo(plan)
+            with self.shield.lowered():
+                tokens = self._compute(plan)
+        except BaseException as error:
+            self._undo(plan, chance)
             self._explain(plan, error)
             raise
         end = self.clock()
         try:
             if self.on_step is not None:
-                self.on_step(self._describe(plan, start, end))
+                with self.shield.lowered():
+                    self.on_step(self._describe(plan, start, end))
         finally:  # whatever a listener does, no token is lost
             self._take(plan, tokens, start, end)
         return [request for request, _ in plan.scheduled]
@@ -122,8 +141,10 @@ class Engine:
         for request, _ in plan.scheduled:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = start
-            if request.finish_reason is None:  # not aborted by a listener
+            if request.finish_reason is None:
                 request.metrics.token_times.append(end)
+            else:  # aborted by a listener: it does not get this step's token
+                del request.logprobs[len(request.output_token_ids) :]
         for request in self.scheduler.update(plan, tokens):
             self.store.free(request.request_id)
         if not self.store.keeps_kv:
@@ -149,10 +170,12 @@ class Engine:
             if request.params.logprobs is not None:
                 request.logprobs.append(top_logprobs(logits[row], token, request.params.logprobs))
 
-    def _undo(self, plan: SchedulerOutput) -> None:
-        for request, _ in plan.scheduled:
+    def _undo(self, plan: SchedulerOutput, chance: list[Any]) -> None:
+        """As if the step had never begun: no keys, no log-probabilities, no number drawn."""
+        for (request, _), state in zip(plan.scheduled, chance, strict=True):
             self.store.free(request.request_id)
             del request.logprobs[len(request.output_token_ids) :]
+            request.generator.setstate(state)
         self.scheduler.take_back()
 
     def _explain(self, plan: SchedulerOutput, error: BaseException) -> None:
@@ -160,7 +183,8 @@ class Engine:
         if isinstance(error, InvalidLogits):
             request = plan.scheduled[error.row][0]
             self.finish(request, "abort")
-            raise InvalidLogits(f"Request {request.request_id} was ended. {error}", error.row) from error
+            message = f"Request {request.request_id} was ended. {error}"
+            raise InvalidLogits(message, error.row, request.request_id) from error
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(
                 f"The device has no memory left for a step of {sum(n for _, n in plan.scheduled)} tokens. "

@@ -6,6 +6,7 @@ is refused. Names are vLLM's wherever vLLM has one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -34,6 +35,7 @@ CACHES = ("recompute", "naive", "contiguous", "paged")
 SCHEDULERS = {"static": StaticScheduler, "continuous": ContinuousScheduler}
 # option -> the caches that can have it; options that are not here go with every cache
 ONLY_FOR = {
+    "attention": ("paged",),
     "block_size": ("paged",),
     "num_blocks": ("paged",),
     "reservation": ("contiguous",),
@@ -56,8 +58,9 @@ class EngineArgs:
     block_size: paged: tokens in a block; 16. num_blocks: paged: overrides the budget.
     reservation: contiguous: "max" (default) | "pow2" | "oracle"; the last two take max_tokens for the true
         output length, which holds where no stop ends a request early.
-    preemption: "recompute".
-    watermark: naive, paged: share of the memory to leave free when a request is admitted; 0.01.
+    preemption: "recompute". scheduling_policy: "fcfs", first come first served.
+    watermark: naive, paged: share of the memory to leave free when a request is admitted, rounded up to
+        whole blocks; 0.01.
     max_model_len: most tokens of prompt and output together; the model's own limit.
     max_num_seqs: most requests that run at once.
     """
@@ -71,6 +74,7 @@ class EngineArgs:
     num_blocks: int | None = None
     reservation: str | None = None
     preemption: str | None = None
+    scheduling_policy: str | None = None
     watermark: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -79,6 +83,7 @@ class EngineArgs:
         self._check_choice("cache", CACHES)
         self._check_choice("scheduler", tuple(SCHEDULERS))
         self._check_choice("preemption", ("recompute",))
+        self._check_choice("scheduling_policy", ("fcfs",))
         self._check_choice("reservation", tuple(RESERVATIONS))
         for name, caches in ONLY_FOR.items():
             if getattr(self, name) is not None and self.cache not in caches:
@@ -101,6 +106,11 @@ class EngineArgs:
             raise InvalidOption(
                 f"max_model_len={self.max_model_len} is not possible: the model's longest context is {limit}."
             )
+        if self.gpu_memory_utilization is not None and (self.kv_cache_memory_bytes or self.num_blocks):
+            raise InvalidOption(
+                "gpu_memory_utilization is not possible beside kv_cache_memory_bytes or num_blocks: "
+                "these set the memory already. Leave one of them out."
+            )
         if self.gpu_memory_utilization is not None and model.device.type != "cuda":
             raise InvalidOption(
                 f"gpu_memory_utilization is not possible on {model.device}: it is for CUDA devices. "
@@ -110,8 +120,9 @@ class EngineArgs:
         args = replace(
             self,
             scheduler=self.scheduler or "continuous",
-            attention=self.attention or "torch",
+            attention=(self.attention or "torch") if paged else None,
             preemption="recompute",
+            scheduling_policy="fcfs",
             max_model_len=self.max_model_len or limit,
             block_size=(self.block_size or 16) if paged else None,
             reservation=(self.reservation or "max") if self.cache == "contiguous" else None,
@@ -135,7 +146,10 @@ class EngineArgs:
                 f"in {str(model.dtype).removeprefix('torch.')}. Give more."
             )
         num_blocks = budget // unit if self.cache == "paged" else None
-        return replace(self, kv_cache_memory_bytes=budget, num_blocks=num_blocks)
+        share = None  # it has become a number of bytes
+        return replace(
+            self, kv_cache_memory_bytes=budget, num_blocks=num_blocks, gpu_memory_utilization=share
+        )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -160,31 +174,43 @@ class EngineArgs:
 def build_engine(model: Decoder, args: EngineArgs, on_step: Callable[[Step], None] | None = None) -> Engine:
     """An engine of the parts that the options name. Raises InvalidOption."""
     args = args.resolve(model)
-    manager, store, place = _memory(model, args)
-    watermark = int((args.watermark or 0) * manager.snapshot().num_slots)
-    if args.block_size:
-        watermark = watermark // args.block_size * args.block_size
-    scheduler = SCHEDULERS[str(args.scheduler)](manager, args.max_num_seqs, watermark)
+    if args.cache != "recompute":
+        _check_room(model.device, int(args.kv_cache_memory_bytes or 0))
+    manager = build_manager(model, args)
+    store, place = _tensors(model, args, manager)
+    unit = args.block_size or 1
+    spare = math.ceil((args.watermark or 0) * (manager.snapshot().num_slots // unit)) * unit
+    scheduler = SCHEDULERS[str(args.scheduler)](manager, args.max_num_seqs, watermark=spare)
     return Engine(model, manager, store, scheduler, place, on_step=on_step)
 
 
-def _memory(model: Decoder, args: EngineArgs) -> tuple[KVManager, KVStore, Callable[[Batch], Batch]]:
-    """The books of a memory, its tensors, and how a batch gets its places there."""
-    config, slot = model.config, bytes_per_token(model)
+def build_manager(model: Decoder, args: EngineArgs) -> KVManager:
+    """The books of the memory that the options name. Raises InvalidOption."""
+    args = args.resolve(model)
+    slot = bytes_per_token(model)
     num_slots = int(args.kv_cache_memory_bytes or 0) // slot
     if args.cache == "recompute":
-        return RecomputeManager(num_slots, slot), RecomputeStore(), lambda batch: batch
+        return RecomputeManager(num_slots, slot)
     if args.cache == "naive":
-        return NaiveManager(num_slots, slot), NaiveStore(), lambda batch: batch
-    _check_room(model.device, int(args.kv_cache_memory_bytes or 0))
+        return NaiveManager(num_slots, slot)
     if args.cache == "contiguous":
-        store = ContiguousStore(config, num_slots, model.dtype, model.device)
-        runs = ContiguousManager(num_slots, slot, int(args.max_model_len or 0), str(args.reservation))
-        return runs, store, lambda batch: ContiguousBatch.place(batch, runs)
-    num_blocks, block_size = int(args.num_blocks or 0), int(args.block_size or 0)
-    pool = PagedStore(config, num_blocks, block_size, model.dtype, model.device, str(args.attention))
-    blocks = PagedManager(num_blocks, block_size, slot)
-    return blocks, pool, lambda batch: PagedBatch.place(batch, blocks)
+        return ContiguousManager(num_slots, slot, int(args.max_model_len or 0), str(args.reservation))
+    return PagedManager(int(args.num_blocks or 0), int(args.block_size or 0), slot)
+
+
+def _tensors(
+    model: Decoder, args: EngineArgs, manager: KVManager
+) -> tuple[KVStore, Callable[[Batch], Batch]]:
+    """The tensors that belong to the books, and how a batch gets its places in them."""
+    config, dtype, device = model.config, model.dtype, model.device
+    if isinstance(manager, ContiguousManager):
+        store = ContiguousStore(config, manager.num_slots, dtype, device)
+        return store, lambda batch: ContiguousBatch.place(batch, manager)
+    if isinstance(manager, PagedManager):
+        num_blocks, attention = manager.pool.num_blocks, str(args.attention)
+        pool = PagedStore(config, num_blocks, manager.block_size, dtype, device, attention)
+        return pool, lambda batch: PagedBatch.place(batch, manager)
+    return RecomputeStore() if args.cache == "recompute" else NaiveStore(), lambda batch: batch
 
 
 def _check_room(device: torch.device, num_bytes: int) -> None:

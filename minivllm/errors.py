@@ -42,11 +42,14 @@ class WeightMismatch(InvalidModel):
 
 
 class InvalidLogits(MinivllmError, ArithmeticError):
-    """A row of logits holds NaN or has no finite maximum, so no token can be chosen. row: its number."""
+    """A row of logits holds NaN or has no finite maximum, so no token can be chosen.
 
-    def __init__(self, message: str, row: int = 0):
+    row: its number. request_id: whose it is, where an engine knows.
+    """
+
+    def __init__(self, message: str, row: int = 0, request_id: int | None = None):
         super().__init__(message)
-        self.row = row
+        self.row, self.request_id = row, request_id
 
 
 class OutOfMemory(MinivllmError, RuntimeError):
@@ -55,6 +58,10 @@ class OutOfMemory(MinivllmError, RuntimeError):
 
 class OutOfBlocks(OutOfMemory):
     """The block pool has fewer free blocks than were asked for. None was taken."""
+
+
+class EngineBusy(MinivllmError, RuntimeError):
+    """The engine is in the middle of a step, so a listener of this step cannot start another."""
 
 
 class EngineClosed(MinivllmError, RuntimeError):

@@ -10,7 +10,8 @@ the same steps. It is not made for several threads.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import logging
+from collections.abc import Container, Generator, Hashable, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
 from random import Random
@@ -30,6 +31,8 @@ from minivllm.outputs import RequestOutput
 from minivllm.params import SamplingParams
 from minivllm.prompts import Params, Prompt, as_list, conversations, params_for, parse
 from minivllm.scheduling.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -62,6 +65,7 @@ class LLM:
         num_blocks: int | None = None,
         reservation: str | None = None,
         preemption: str | None = None,
+        scheduling_policy: str | None = None,
         watermark: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -76,6 +80,7 @@ class LLM:
             num_blocks=num_blocks,
             reservation=reservation,
             preemption=preemption,
+            scheduling_policy=scheduling_policy,
             watermark=watermark,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -84,6 +89,9 @@ class LLM:
             raise InvalidOption(
                 f"seed={seed!r} is not possible: it must be None, or a whole number from 0 on."
             )
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise InvalidOption(f"tokenizer={tokenizer!r} is none: take load_tokenizer(model).")
+        seed = None if seed is None else int(seed)
         decoder, self._tokenizer = _load(model, tokenizer, dtype, device, seed)
         self.args = args.resolve(decoder)  # what was chosen, defaults filled in
         self._seed = seed
@@ -118,6 +126,7 @@ class LLM:
         terminal. Raises InvalidPrompt, RequestTooLong, InvalidOption before anything is computed; after
         any error, Ctrl-C too, none of these requests is left behind.
         """
+        _ = self.engine  # raises EngineClosed, also where there is no prompt
         many = as_list(prompts)
         each = params_for(params, len(many))
         states = []
@@ -128,8 +137,7 @@ class LLM:
                 self._queue(state)
             self._run(states, use_tqdm)
         finally:
-            for state in states:
-                self.abort(state.request.request_id)
+            self._abort(states)
         return [state.output() for state in states]
 
     def chat(
@@ -157,8 +165,9 @@ class LLM:
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request for `step`; returns its id. Raises InvalidPrompt, RequestTooLong, InvalidOption."""
         state = self._prepare(prompt, params_for(params, 1)[0])
-        self._queue(state)
-        self._added.add(state.request.request_id)
+        with self.engine.shield:
+            self._queue(state)
+            self._added.add(state.request.request_id)
         return state.request.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -180,19 +189,17 @@ class LLM:
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request wherever it stands; returns what it had. One that is unknown or has ended: None."""
-        state = self._states.get(request_id)
+        state = self._states.get(request_id) if isinstance(request_id, Hashable) else None
         if state is None:
             return None
-        self.engine.finish(state.request, "abort")
-        self._close(state)
-        self._news.pop(request_id, None)
+        self._abort([state])
         return state.output()
 
     def close(self) -> None:
         """Let go of model and memory; requests under way are aborted. Closing twice is no fault."""
         if self._engine is not None:
-            for request_id in list(self._states):
-                self.abort(request_id)
+            self._abort(list(self._states.values()))
+            self._news.clear()
             self._engine = None
 
     def __enter__(self) -> LLM:
@@ -215,40 +222,64 @@ class LLM:
                     "one must be left to generate. Shorten the prompt, or raise max_model_len."
                 )
             request = Request(
-                request_id=self._num_requests,
+                request_id=-1,  # it gets its number when it is queued
                 prompt_token_ids=[int(token) for token in token_ids],
                 params=params,
                 eos_token_ids=config.eos_token_ids,
                 max_model_len=max_model_len,
-                generator=self._generator(params, self._num_requests),
             )
             engine.scheduler.check(request)
         except (InvalidPrompt, InvalidOption) as error:
             raise type(error)(f"{which}{error}") from error
-        self._num_requests += 1
         return RequestState(request, text, self._tokenizer)
 
     def _queue(self, state: RequestState) -> None:
-        self.engine.add(state.request)
-        self._states[state.request.request_id] = state
+        request = state.request
+        with self.engine.shield:
+            request.request_id = self._num_requests
+            request.generator = self._generator(request.params, request.request_id)
+            self.engine.add(request)
+            self._num_requests += 1
+            self._states[request.request_id] = state
+
+    def _abort(self, states: Sequence[RequestState]) -> None:
+        """End those of these requests that are still under way."""
+        under_way = [state for state in states if self._states.get(state.request.request_id) is state]
+        if under_way:
+            with self.engine.shield:
+                for state in under_way:
+                    self.engine.finish(state.request, "abort")
+                    self._added.discard(state.request.request_id)
+                    self._news.pop(state.request.request_id, None)
+                    self._close(state)
 
     def _generator(self, params: SamplingParams, request_id: int) -> Random:
         if params.seed is not None:
             return Random(params.seed)
         return Random() if self._seed is None else Random(f"{self._seed}/{request_id}")
 
-    def _advance(self) -> None:
-        """One step of the engine, and the text that came of it."""
-        try:
-            requests = self.engine.step()
-        except InvalidLogits:  # the engine has ended the request at fault
-            for state in [state for state in self._states.values() if state.finished]:
-                self._close(state)
-            raise
-        for request in requests:
-            if request.request_id not in self._states:
-                continue  # aborted by a listener
-            state = self._states[request.request_id]
+    def _advance(self, mine: Container[int] | None = None) -> None:
+        """One step of the engine, and the text that came of it.
+
+        Where the step ended another caller's request for its logits, mine go on, and that is only noted.
+        """
+        with self.engine.shield:
+            try:
+                requests = self.engine.step()
+            except BaseException as error:
+                self._read(list(self._states.values()))  # a listener may have failed after tokens were taken
+                if not isinstance(error, InvalidLogits) or mine is None or error.request_id in mine:
+                    raise
+                logger.warning("%s", error)
+            else:
+                self._read([self._states[i] for i in (r.request_id for r in requests) if i in self._states])
+
+    def _read(self, states: Sequence[RequestState]) -> None:
+        """Turn new tokens to text, end what a stop string ends, and note what `step` has to give."""
+        for state in states:
+            request = state.request
+            if not state.has_news:
+                continue
             stop = state.read_new_tokens()
             if stop is not None and state.finished:
                 request.finish("stop", stop)
@@ -261,20 +292,21 @@ class LLM:
 
     def _close(self, state: RequestState) -> None:
         """A request has ended: its text is complete, and `step` has its last word to give."""
-        state.read_new_tokens()
         request_id = state.request.request_id
         self._states.pop(request_id, None)
         if request_id in self._added:
             self._added.remove(request_id)
             self._news[request_id] = state
+        state.read_new_tokens()
 
     def _run(self, states: Sequence[RequestState], use_tqdm: bool | None) -> None:
         """Step until all of these have ended."""
         left = [state for state in states if not state.finished]
         hidden = None if use_tqdm is None else not use_tqdm  # None: hidden where there is no terminal
         with tqdm(total=len(states), unit="request", disable=hidden) as bar:
+            mine = {state.request.request_id for state in states}
             while left:
-                self._advance()
+                self._advance(mine)
                 unfinished = [state for state in left if not state.finished]
                 if len(unfinished) < len(left) and not bar.disable:
                     tokens = sum(len(state.request.output_token_ids) for state in states)
@@ -293,9 +325,9 @@ class LLM:
                 elif state.finished:
                     return state.output()
                 else:
-                    self._advance()
+                    self._advance({state.request.request_id})
         finally:
-            self.abort(state.request.request_id)
+            self._abort([state])
 
 
 def _load(
@@ -314,5 +346,6 @@ def _load(
             raise InvalidOption("A model that is loaded already has its dtype and device; leave both out.")
         return model, tokenizer
     source = resolve(model)
-    decoder = load_model(source, dtype=dtype, device=device, seed=seed or 0)
+    weights_seed = seed or 0 if source.kind == "random" else 0
+    decoder = load_model(source, dtype=dtype, device=device, seed=weights_seed)
     return decoder, load_tokenizer(source) if tokenizer is None else tokenizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minivllm.decoding.detokenizer import Detokenizer
 from minivllm.decoding.stopping import StopStrings, stop_token_ids
 from minivllm.model.tokenizer import Tokenizer
@@ -28,6 +30,12 @@ class RequestState:
     def finished(self) -> bool:
         """Whether nothing more will come."""
         return self.request.finish_reason is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a token or the end has come that was not turned to text yet."""
+        unread = self._num_read < len(self.request.output_token_ids) or self.finished
+        return unread and not self._complete
 
     def read_new_tokens(self) -> str | None:
         """Turn the tokens that have come since the last call to text; returns the stop string that ends it.
@@ -63,8 +71,9 @@ class RequestState:
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else sum(at[t].logprob for t, at in chosen),
         )
+        metrics = replace(r.metrics, token_times=list(r.metrics.token_times))
         return RequestOutput(
-            r.request_id, self.prompt, list(r.prompt_token_ids), [completion], self.finished, r.metrics
+            r.request_id, self.prompt, list(r.prompt_token_ids), [completion], self.finished, metrics
         )
 
     def _ended_by(self, token: int) -> bool:

@@ -65,8 +65,6 @@ class SamplingParams:
         self._check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         self._check(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
         self._check(self.seed is None or self.seed >= 0, "seed", "None, or at least 0")
-        if self.seed is not None:
-            object.__setattr__(self, "seed", int(self.seed))  # random.Random knows no NumPy number
         self._check(self.max_tokens >= 1, "max_tokens", "at least 1")
         self._check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         self._check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "from 0 to max_tokens")
@@ -79,6 +77,9 @@ class SamplingParams:
             "from 0.001 to 1000; 1 changes nothing",
         )
         self._check_stops()
+        for name, value in vars(self).items():  # a fraction, or a number of NumPy, as Python's own
+            if _is_integer(value) or _is_number(value):
+                object.__setattr__(self, name, int(value) if _is_integer(value) else float(value))
 
     @property
     def greedy(self) -> bool:
@@ -95,7 +96,8 @@ class SamplingParams:
             _is_id(i) and _is_number(b) and -100 <= b <= 100 for i, b in bias.items()
         )
         self._check(right, "logit_bias", "a table from token id to a number from -100 to 100")
-        for name, value in (("stop", stop), ("stop_token_ids", ids), ("logit_bias", dict(bias))):
+        ids, bias = tuple(map(int, ids)), {int(i): float(b) for i, b in bias.items()}
+        for name, value in (("stop", stop), ("stop_token_ids", ids), ("logit_bias", bias)):
             object.__setattr__(self, name, value)  # our own copy: the caller may change theirs
 
     def _items(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -123,8 +125,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return bool(number and -1e300 < value < 1e300)  # NaN is below nothing
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return -1e300 < float(value) < 1e300  # NaN is below nothing
+    except OverflowError:
+        return False
 
 
 def _is_id(value: Any) -> bool:

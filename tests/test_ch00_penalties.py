@@ -76,6 +76,18 @@ def test_the_callers_stop_tokens_are_ruled_out_too_and_its_ignored_ones_are_not(
     assert not adjust(torch.zeros(1, VOCAB), [params], [[1]], [[2, 2]], (3,)).isinf().any()
 
 
+def test_from_min_tokens_on_the_stop_tokens_are_free_also_beside_a_bias():
+    for num_output, banned in ((0, True), (1, True), (2, False)):
+        params = SamplingParams(min_tokens=2, logit_bias={9: 1.0})
+        row = adjust(torch.zeros(1, VOCAB), [params], [[1]], [[4] * num_output], (3,))[0]
+        assert bool(row[3].isinf()) is banned
+    assert (
+        not adjust(torch.zeros(1, VOCAB), [SamplingParams(logit_bias={9: 1.0})], [[1]], [[]], (3,))
+        .isinf()
+        .any()
+    )
+
+
 def test_rows_that_ask_for_nothing_stay_and_the_given_logits_are_not_touched():
     logits = logits_of(1, rows=3)
     before = logits.clone()

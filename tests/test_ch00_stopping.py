@@ -49,7 +49,8 @@ def test_the_text_ends_where_the_first_stop_string_begins_and_no_stream_shows_mo
         found = checker.add(piece)
         shown.append(checker.text)
         if begins:
-            assert begins[found] == min(begins.values())
+            first = [s for s, at in begins.items() if at == min(begins.values())]
+            assert found == min(first, key=len), "of two that begin at one place the one that ends first"
             assert checker.text == so_far[: min(begins.values())]
             break
         assert found is None
@@ -133,3 +134,15 @@ def test_what_a_caller_hands_in_is_copied():
     nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
     assert SamplingParams(**nothing) == SamplingParams()
     assert len({params, SamplingParams()}) == 2, "params can be a key"
+
+
+def test_after_its_end_a_checker_repeats_nothing():
+    checker = StopStrings(["ab"])
+    checker.add("xa")
+    checker.flush()
+    checker.flush()
+    assert checker.text == "xa"
+    checker = StopStrings(["ab"])
+    assert checker.add("xabya") == "ab"
+    checker.flush()
+    assert checker.text == "x"

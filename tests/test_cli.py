@@ -170,7 +170,7 @@ def test_rungs_can_be_chosen_and_requests_can_come_from_a_file(tmp_path):
     file.write_text('{"prompt": "hello", "max_tokens": 3, "arrival": 2.0}\n')
     done = run(*arguments)
     assert done.exit_code == 1
-    assert "all requests at once" in done.stderr
+    assert "all requests at once. Make the file without --rate" in done.stderr.replace("\n", " ")
 
 
 def test_the_ladder_draws_its_pictures(tmp_path):

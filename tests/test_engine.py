@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -13,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.decoding.generate import generate
+from minivllm.decoding.sampler import top_logprobs as top_logprobs_of_package
 from minivllm.engine import Engine, Step
 from minivllm.engine_args import EngineArgs, build_engine, bytes_per_token
-from minivllm.errors import InvalidLogits, RequestTooLong
+from minivllm.errors import EngineBusy, InvalidLogits, RequestTooLong
+from minivllm.interrupt import Shield
 from minivllm.lab.record import Recorder
 from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
@@ -227,6 +232,155 @@ def test_a_step_that_fails_is_undone_and_the_tokens_stay_the_same(cache, error):
     nothing_is_left(engine)
 
 
+def interrupts_once(owner: Any, name: str, monkeypatch, before: bool, skip: int = 2) -> None:
+    """Press Ctrl-C once, before or after a call of this method has done its work."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def pressed(*arguments, **options):
+        press = next(calls) == skip
+        if press and before:
+            signal.raise_signal(signal.SIGINT)
+        result = real(*arguments, **options)
+        if press and not before:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, pressed)
+
+
+PLACES = {
+    "schedule": lambda e: (e.scheduler, "schedule"),
+    "grant": lambda e: (e.scheduler, "_grant"),
+    "update": lambda e: (e.scheduler, "update"),
+    "allocate": lambda e: (e.manager, "allocate"),
+    "free": lambda e: (e.manager, "free"),
+    "expect": lambda e: (e.manager, "expect"),
+    "model": lambda e: (e, "_compute"),
+    "pool": lambda e: (e.manager.pool, "allocate"),
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_anywhere_in_a_step_leaves_no_half_change(place, before, monkeypatch):
+    requests = [request(i, [i] * 6, 9, seed=i, **SAMPLED) for i in range(5)]
+    expected = [alone(MODEL, r) for r in requests]
+    engine = build(MODEL, EngineArgs(block_size=2, num_blocks=20, watermark=0.0))
+    for r in requests:
+        engine.add(r)
+    interrupts_once(*PLACES[place](engine), monkeypatch, before)
+    interrupts = 0
+    while engine.has_unfinished():
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        engine.manager.check_integrity()
+    assert interrupts == 1
+    nothing_is_left(engine)
+    assert [r.output_token_ids for r in requests] == expected
+    assert all(len(r.metrics.token_times) == len(r.output_token_ids) for r in requests)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_shield_holds_ctrl_c_back_lets_it_through_where_it_is_lowered_and_nests():
+    shield, seen = Shield(), list[str]()
+
+    def press(name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        seen.append(name)
+
+    def nested() -> None:
+        with shield:
+            with shield:
+                press("inner")
+            seen.append("outer")
+
+    def lowered() -> None:
+        with shield, shield.lowered():
+            press("never: it came through at once")
+
+    def noted_before_it_is_lowered() -> None:
+        with shield:
+            press("noted")
+            with shield.lowered():
+                seen.append("never: the noted one came first")
+
+    for interrupted in (nested, lowered, noted_before_it_is_lowered):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    assert seen == ["inner", "outer", "noted"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_engine_runs_in_a_thread_where_no_signal_comes():
+    r = request(0, [1, 2], 4)
+    engine = build(MODEL, EngineArgs())
+    thread = threading.Thread(target=run, args=(engine, [r]))
+    thread.start()
+    thread.join()
+    assert r.output_token_ids == alone(MODEL, r)
+
+
+def test_a_listener_cannot_start_a_step_within_a_step():
+    r = request(0, [1, 2], 4)
+    engine = build(MODEL, EngineArgs())
+    engine.add(r)
+    engine.on_step = lambda step: engine.step()
+    with pytest.raises(EngineBusy, match="middle of a step"):
+        engine.step()
+    engine.on_step = None
+    while engine.has_unfinished():
+        engine.step()
+    assert r.output_token_ids == alone(MODEL, r)
+
+
+def test_a_preempted_request_keeps_what_was_said_of_its_length():
+    engine = build(MODEL, EngineArgs(cache="contiguous", reservation="oracle", max_num_seqs=2))
+    for r in (request(0, [1, 2, 3], 6), request(1, [4, 5], 3)):
+        engine.add(r)
+    engine.step()
+    reserved = {s.seq_id: s.reserved for s in engine.manager.snapshot().sequences}
+    engine.scheduler.take_back()
+    engine.step()
+    assert {s.seq_id: s.reserved for s in engine.manager.snapshot().sequences} == reserved == {0: 8, 1: 4}
+
+
+def test_a_listener_that_aborts_takes_the_steps_token_back_whole():
+    r = request(0, [1, 2], 6, logprobs=1)
+    engine = build(MODEL, EngineArgs())
+    engine.add(r)
+    engine.step()
+    engine.on_step = lambda step: engine.finish(r, "abort")
+    engine.step()
+    assert len(r.output_token_ids) == len(r.logprobs) == len(r.metrics.token_times) == 1
+
+
+def test_a_step_that_is_undone_gives_back_the_numbers_it_drew(monkeypatch):
+    """Ctrl-C after the tokens were sampled, before they were taken."""
+    from minivllm import engine as engine_module
+
+    def tokens(interrupted: bool) -> list[int]:
+        r = request(0, [3, 1, 4], 8, seed=5, logprobs=1, **SAMPLED)
+        calls = itertools.count()
+
+        def top_logprobs(*arguments):
+            if next(calls) in (2, 3, 6) and interrupted:
+                raise KeyboardInterrupt
+            return top_logprobs_of_package(*arguments)
+
+        monkeypatch.setattr(engine_module, "top_logprobs", top_logprobs)
+        engine = build(MODEL, EngineArgs())
+        engine.add(r)
+        while engine.has_unfinished():
+            with suppress(KeyboardInterrupt):
+                engine.step()
+        assert len(r.logprobs) == len(r.output_token_ids) == 8
+        return r.output_token_ids
+
+    assert tokens(interrupted=True) == tokens(interrupted=False)
+
+
 class SickModel:
     """Gives NaN logits for one request from its second step on."""
 
@@ -334,9 +488,7 @@ def test_what_can_never_fit_is_refused_on_arrival_and_the_rest_goes_on():
     engine = build(MODEL, EngineArgs(block_size=3, num_blocks=4))
     fits = request(0, [1] * 6, 7)
     engine.add(fits)
-    with pytest.raises(
-        RequestTooLong, match=r"Request 1 may need 13 tokens in memory \(6 of prompt, max_tokens=8\)"
-    ):
+    with pytest.raises(RequestTooLong, match=r"may need 13 tokens in memory \(6 of prompt, max_tokens=8\)"):
         engine.add(request(1, [1] * 6, 8))
     while engine.has_unfinished():
         engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -140,16 +141,52 @@ def test_a_workload_longer_than_the_context_is_refused_before_anything_runs(tiny
 
 def test_a_budget_too_small_for_a_request_or_a_block_is_refused(tiny):
     slot = bytes_per_token(tiny)
-    with pytest.raises(RequestTooLong, match="may need 20 tokens"):
-        list(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=19 * slot))
+    for slots, rung in ((37, "naive"), (40, "contiguous-max"), (63, "contiguous-max")):
+        with pytest.raises(RequestTooLong, match=rf"may need 38 tokens.* {slots} slots the rung '{rung}'"):
+            next(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=slots * slot))
     with pytest.raises(InvalidOption, match="a block takes"):
-        next(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=3 * slot))
+        next(ladder.run_ladder(tiny, WORKLOAD, kv_cache_memory_bytes=3 * slot, rungs=["paged"]))
 
 
 def test_a_dtype_too_coarse_to_compare_tokens_is_refused():
     model = load_model("random:tiny-llama", dtype="bfloat16", device="cpu")
     with pytest.raises(InvalidOption, match="bfloat16"):
         next(ladder.run_ladder(model, WORKLOAD))
+
+
+def test_a_request_as_long_as_the_context_is_taken(tiny):
+    (result,) = ladder.run_ladder(tiny, requests_of((1020, 4)), rungs=["paged"])
+    assert len(result.outputs[0]) == 4
+    (result,) = ladder.run_ladder(tiny, requests_of((6, 4)), rungs=["paged"], max_model_len=10)
+    with pytest.raises(RequestTooLong, match="more than the 9"):
+        next(ladder.run_ladder(tiny, requests_of((6, 4)), rungs=["paged"], max_model_len=9))
+
+
+def test_the_ladder_goes_on_past_end_of_sequence_tokens(tiny):
+    model = copy.copy(tiny)
+    model.config = replace(tiny.config, eos_token_ids=tuple(range(307)))
+    (result,) = ladder.run_ladder(model, WORKLOAD, rungs=["naive"])
+    assert [len(tokens) for tokens in result.outputs] == [w.max_tokens for w in WORKLOAD]
+
+
+def test_the_fullest_step_has_the_most_requests_and_of_those_the_most_tokens(tiny):
+    (result,) = ladder.run_ladder(tiny, requests_of((30, 3), (4, 12), (5, 9), (40, 2)), rungs=["continuous"])
+    most = max(result.in_flight)
+    full = [record for record in result.records if len(record.step.scheduled) == most]
+    assert result.fullest in full
+    assert result.fullest.snapshot.used == max(record.snapshot.used for record in full)
+    assert result.to_json()["in_flight_most"] == most
+
+
+def test_the_time_to_first_token_counts_from_arrival(tiny):
+    (result,) = ladder.run_ladder(tiny, WORKLOAD, rungs=["contiguous-max"])
+    first = result.records[0].step
+    waited = [record.step for record in result.records if record.step.scheduled[0][1] == 0]
+    ends = [step.end - first.start for step in waited]
+    assert len(ends) == len(WORKLOAD), "one after the other"
+    mean = 1e3 * sum(ends) / len(ends)
+    assert result.latency["ttft_ms"]["mean"] == pytest.approx(mean, rel=0.05)
+    assert result.latency["seconds"] == pytest.approx(result.records[-1].step.end - first.start, rel=0.05)
 
 
 def test_a_name_may_stand_for_several_rungs_and_an_unknown_one_is_refused():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from contextlib import suppress
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +18,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.decoding.generate import generate
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import (
+    EngineBusy,
     EngineClosed,
     InvalidLogits,
     InvalidOption,
@@ -31,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 def make(model=MODEL, **options) -> Any:
-    return LLM(model, tokenizer=ByteTokenizer(), **options)
+    return LLM(model, **{"tokenizer": ByteTokenizer(), **options})
 
 
 @pytest.fixture
@@ -115,7 +120,7 @@ def test_what_cannot_be_answered_is_refused_and_the_engine_goes_on(llm, prompts,
 
 def test_a_request_that_the_pool_can_never_hold_is_refused_before_its_neighbours_run():
     llm = make(num_blocks=4, block_size=4)
-    with pytest.raises(RequestTooLong, match=r"Prompt 1: Request 1 may need 17 tokens"):
+    with pytest.raises(RequestTooLong, match=r"Prompt 1: The request may need 17 tokens"):
         llm.generate(["abc", "abcdefgh"], [GREEDY, SamplingParams(max_tokens=10)])
     assert is_idle(llm)
     assert llm.generate("abcde", GREEDY)[0].outputs[0].token_ids == plain(list(b"abcde"))
@@ -398,6 +403,7 @@ def test_a_closed_engine_says_so_and_closing_twice_is_no_fault():
     assert "".join([begun, *stream]) == begun, "the stream ends with what it had"
     for call in (
         lambda: llm.generate("a"),
+        lambda: llm.generate([]),
         lambda: llm.stream("a"),
         lambda: next(late),
         lambda: llm.add_request("a"),
@@ -437,29 +443,202 @@ def test_after_an_error_within_generate_nothing_is_left_and_added_requests_go_on
     assert is_idle(llm)
 
 
-def test_a_request_ended_by_bad_logits_is_given_by_step_as_aborted():
-    llm = make()
+def with_sick_request(llm: Any, request_id: int) -> None:
+    """From its second token on, a request's logits are NaN."""
     model = llm.engine.model
 
     def sick(batch, store):
         logits = model(batch, store)
         for row, piece in enumerate(batch):
-            if piece.seq_id == 1 and piece.seq_len > 4:
+            if piece.seq_id == request_id and piece.seq_len > 4:
                 logits[row] = math.nan
         return logits
 
     llm.engine.model = Standin(sick)
+
+
+def test_a_request_ended_by_bad_logits_is_given_by_step_as_aborted(llm):
+    with_sick_request(llm, 1)
     ids = [llm.add_request(text, GREEDY) for text in ("abc", "def", "ghi")]
     last: dict[int, RequestOutput] = {}
-    errors = 0
+    errors = []
     while llm.has_unfinished_requests():
         try:
             last |= {o.request_id: o for o in llm.step()}
-        except InvalidLogits:
-            errors += 1
-    assert errors == 1
+        except InvalidLogits as error:
+            errors.append(error.request_id)
+    assert errors == [1]
     assert [last[i].outputs[0].finish_reason for i in ids] == ["length", "abort", "length"]
     assert last[0].outputs[0].token_ids == plain(list(b"abc"))
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("call", ["generate", "step", "stream"])
+def test_a_listener_cannot_start_a_step_within_a_step(llm, call):
+    other = llm.stream("zz", GREEDY)
+    next(other)
+    calls: dict[str, Any] = {
+        "generate": lambda: llm.generate("x", GREEDY),
+        "step": llm.step,
+        "stream": lambda: list(llm.stream("y", GREEDY)),
+    }
+    llm.engine.on_step = lambda step: calls[call]()
+    with pytest.raises(EngineBusy):
+        llm.generate("abc", GREEDY)
+    llm.engine.on_step = None
+    assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == plain(list(b"abc"))
+    other.close()
+    assert is_idle(llm)
+
+
+def test_numbers_of_any_kind_are_taken_as_pythons_own(llm):
+    half = Fraction(1, 2)
+    numbers: dict[str, Any] = {
+        "temperature": np.float16(0.5),
+        "seed": np.int64(3),
+        "max_tokens": np.int32(6),
+        "presence_penalty": half,
+        "frequency_penalty": np.float32(0.5),
+        "repetition_penalty": Fraction(5, 4),
+        "logit_bias": {np.int64(5): half},
+    }
+    params = SamplingParams(**numbers)
+    same = SamplingParams(
+        temperature=0.5, seed=3, max_tokens=6, presence_penalty=0.5, frequency_penalty=0.5,
+        repetition_penalty=1.25, logit_bias={5: 0.5},
+    )  # fmt: skip
+    assert params == same
+    assert {type(value) for value in vars(params).values()} == {type(value) for value in vars(same).values()}
+    assert llm.generate("abc", params)[0].outputs == llm.generate("abc", same)[0].outputs
+
+
+def test_outputs_given_by_step_do_not_change_afterwards(llm):
+    llm.add_request("abc", SamplingParams(temperature=0, max_tokens=5, logprobs=1))
+    first = llm.step()[0]
+    before = (
+        list(first.outputs[0].token_ids),
+        len(first.metrics.token_times),
+        len(first.outputs[0].logprobs),
+    )
+    while llm.has_unfinished_requests():
+        llm.step()
+    after = (list(first.outputs[0].token_ids), len(first.metrics.token_times), len(first.outputs[0].logprobs))
+    assert before == after == (before[0], 1, 1)
+
+
+def test_a_call_that_is_refused_changes_no_later_sample():
+    def sample(llm):
+        return llm.generate("once", SamplingParams(max_tokens=20))[0].outputs[0].token_ids
+
+    tried = make()
+    with pytest.raises(InvalidPrompt):
+        tried.generate(["a", ""], GREEDY)
+    tried.stream("never begun", GREEDY)
+    assert sample(tried) == sample(make())
+
+
+def test_closing_leaves_nothing_to_wait_for(llm):
+    llm.add_request("abc", SamplingParams(temperature=0, max_tokens=2))
+    llm.generate("abcdef", GREEDY)
+    assert llm.has_unfinished_requests()
+    llm.close()
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_tokenizer_that_fails_once_loses_no_request(llm):
+    ids = [llm.add_request(text, SamplingParams(temperature=0, max_tokens=3)) for text in ("abc", "de")]
+    decode, calls = llm._tokenizer.decode, itertools.count()
+
+    def fails(*arguments, **options):
+        if next(calls) == 5:
+            raise RuntimeError("no such byte")
+        return decode(*arguments, **options)
+
+    llm._tokenizer.decode = fails
+    finished, errors = set(), 0
+    for _ in range(30):
+        try:
+            finished |= {o.request_id for o in llm.step() if o.finished}
+        except RuntimeError:
+            errors += 1
+        if not llm.has_unfinished_requests():
+            break
+    assert errors == 1
+    assert finished == set(ids)
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("wrong", [[], {}, None, -1, 0.5], ids=str)
+def test_aborting_what_is_no_request_does_no_harm(llm, wrong):
+    assert llm.abort(wrong) is None
+
+
+def test_text_held_back_for_a_stop_string_is_given_at_the_end(llm):
+    _, text = text_of("abc", 6)
+    params = SamplingParams(temperature=0, max_tokens=6, stop=text[-1] + "zz")
+    assert llm.generate("abc", params)[0].outputs[0].text == text
+    assert "".join(llm.stream("abc", params)) == text
+
+
+def recite(text: str, **options) -> Any:
+    """The output of a model whose n-th token is the n-th byte of the text."""
+    llm = make(cache="recompute")
+    llm._tokenizer = Spelled(text)
+    llm.engine.model = Standin(counting)
+    return llm.generate([0], SamplingParams(temperature=0, **options))[0].outputs[0]
+
+
+def test_a_stop_string_may_end_first_behind_min_tokens():
+    assert recite("xabcabc", max_tokens=7, stop="abc", min_tokens=3).text == "xabc"
+    assert recite("xabcabc", max_tokens=7, stop="abc", min_tokens=4).text == "xabc"
+    assert recite("xabcabc", max_tokens=7, stop="bc", min_tokens=3).stop_reason == "bc"
+    assert len(recite("xabcabc", max_tokens=7, stop="c", min_tokens=3).token_ids) == 4
+    assert len(recite("xabcabc", max_tokens=7, stop="c", min_tokens=4).token_ids) == 7
+
+
+def test_bytes_that_no_character_came_of_are_text_too_and_nothing_follows_a_stop():
+    text = "ab🙂"
+    cut = len(text.encode()) - 1
+    assert recite(text, max_tokens=cut).text == "ab\ufffd"
+    stopped = recite(text, max_tokens=cut, stop="\ufffd")
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("ab", "stop", "\ufffd")
+    assert recite(text, max_tokens=cut, stop="b").text == "a"
+
+
+def test_an_added_request_with_bad_logits_does_not_take_generate_down_with_it(llm, caplog):
+    with_sick_request(llm, 0)
+    added = llm.add_request("def", GREEDY)
+    assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == plain(list(b"abc"))
+    assert "Request 0 was ended" in caplog.text
+    (output,) = llm.step()
+    assert (output.request_id, output.outputs[0].finish_reason) == (added, "abort")
+    with_sick_request(llm, 2)
+    with pytest.raises(InvalidLogits, match="Request 2"):
+        llm.generate("def", GREEDY)
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("stop", [(), "text"], ids=["length", "stop string"])
+@pytest.mark.parametrize("at", range(6))
+def test_a_listener_that_fails_delays_nothing_and_loses_nothing(llm, at, stop):
+    _, text = text_of("abc", 6)
+    params = SamplingParams(temperature=0, max_tokens=6, stop=[text[-1]] if stop else [])
+    expected = llm.generate("abc", params)[0].outputs[0]
+    first = llm.engine.num_steps
+
+    def listener(step):
+        if step.index == first + at:
+            raise ValueError("the listener's fault")
+
+    llm.engine.on_step = listener
+    llm.add_request("abc", params)
+    outputs = []
+    for _ in range(20):
+        with suppress(ValueError):
+            outputs += llm.step()
+        if not llm.has_unfinished_requests():
+            break
+    assert outputs[-1].outputs[0] == expected
     assert is_idle(llm)
 
 
@@ -508,9 +687,13 @@ def test_a_progress_bar_comes_when_it_is_asked_for(llm, capsys):
         ({"num_blocks": 2**50}, "no room for"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is not possible on cpu"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        ({"kv_cache_memory_bytes": 2**62, "cache": "naive"}, "no room for 4,611,686,018,427,387,904 bytes"),
+        ({"scheduling_policy": "priority"}, "scheduling_policy='priority'.*fcfs"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": "x"}, "seed='x'"),
         ({"dtype": "float16"}, "loaded already"),
+        ({"attention": "torch", "cache": "naive"}, "attention='torch' .*cache='paged'"),
+        ({"tokenizer": 5}, "tokenizer=5"),
     ],
     ids=str,
 )
@@ -559,8 +742,9 @@ def test_the_watermark_is_whole_blocks():
         return make(**options).engine.scheduler.watermark
 
     assert spare(num_blocks=200) == 2 * 16
-    assert spare(num_blocks=99) == 0
-    assert spare(num_blocks=10, watermark=0.25) == 2 * 16
+    assert spare(num_blocks=99) == 16, "rounded up: never none, unless none is asked for"
+    assert spare(num_blocks=10, watermark=0.25) == 3 * 16
+    assert spare(num_blocks=10, watermark=0.0) == 0
     assert spare(cache="naive", kv_cache_memory_bytes=1344 * 1000) == 10
 
 

@@ -28,9 +28,15 @@ class _Commands(click.Group):
         return getattr(import_module(f"minivllm.cli.{cmd_name}"), cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        for stream in (sys.stdout, sys.stderr):
+        for stream, errors in (
+            (sys.stdout, "replace"),
+            (sys.stderr, "replace"),
+            (sys.stdin, "surrogateescape"),
+        ):
             if isinstance(stream, TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a narrow encoding shows "?" where it must
+                stream.reconfigure(
+                    errors=errors
+                )  # "?" where it must; a byte that is no text is refused later
         try:
             return super().invoke(ctx)
         except MinivllmError as error:

@@ -47,8 +47,12 @@ def bench(file: str, engine: str, all_at_once: bool, save_tokens: str | None, **
 
     options = BenchOptions(**chosen)
     check_options(engine, options)
-    if save_tokens is not None and not Path(save_tokens).absolute().parent.is_dir():
-        raise click.ClickException(f"--save-tokens {save_tokens}: there is no such folder; make it first.")
+    if save_tokens is not None:
+        path = Path(save_tokens).absolute()
+        if not save_tokens or path.is_dir() or not path.parent.is_dir():
+            raise click.ClickException(
+                f"--save-tokens {save_tokens!r}: name a file in a folder that is there."
+            )
     requests = read_workload(file)
     if all_at_once:
         requests = [replace(request, arrival=0.0) for request in requests]
@@ -62,9 +66,11 @@ def bench(file: str, engine: str, all_at_once: bool, save_tokens: str | None, **
         result = run_bench(engine, requests, options, report)
     summary = result.summary()
     _print_summary(console, summary)
-    if save_tokens is not None:
-        _save(result, Path(save_tokens))
-    click.echo(json.dumps(summary, allow_nan=False))
+    try:
+        if save_tokens is not None:
+            _save(result, Path(save_tokens))
+    finally:  # the figures are not lost with the file
+        click.echo(json.dumps(summary, allow_nan=False))
 
 
 @contextmanager
@@ -109,7 +115,7 @@ def _print_summary(console: Any, found: dict[str, Any]) -> None:
 def _save(result: BenchResult, path: Path) -> None:
     try:
         result.save_tokens(path)
-    except OSError as error:  # the figures are not lost with it: they stand above
+    except OSError as error:
         raise click.ClickException(
             f"{path} cannot be written: {error.strerror}. Give --save-tokens a file in a folder with room."
         ) from error

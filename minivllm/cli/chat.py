@@ -78,6 +78,8 @@ def chat(
 
 def _next_line() -> str | None:
     """A line from the reader; None at the end of the input."""
+    if sys.stdin is None:
+        return None
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
-@click.option("--rungs", default=None, help="Only these, separated by commas. All by default.")
+@click.option(
+    "--rungs",
+    default=None,
+    help="Only these, separated by commas: recompute, naive, contiguous-max, contiguous-pow2, "
+    "contiguous-oracle (contiguous: all three), paged, continuous. The others are compared with the first.",
+)
 @click.option(
     "--requests",
     default=None,
@@ -66,11 +71,11 @@ def ladder(
     with download_bar() as progress:
         source = resolve(model, progress=progress)
     console = Console(stderr=as_json)
+    tokenizer = load_tokenizer(source)
+    workload = _workload(requests, tokenizer, source)
     if not console.is_terminal:
-        click.echo("loading the model, then running the rungs; all of them take a minute or two", err=True)
+        click.echo("loading the model, then running the rungs", err=True)
     with console.status("loading the model") as status:
-        tokenizer = load_tokenizer(source)
-        workload = _workload(requests, tokenizer, source)
         decoder = load_model(source, dtype="float32" if dtype == "auto" else dtype, device=device)
         budget = kv_cache_memory_bytes or default_budget(decoder, workload)
         results = []
@@ -116,7 +121,8 @@ def _prepare(folder: Path) -> None:
 def _workload(asked: str | None, tokenizer: Tokenizer, source: ModelSource) -> list[WorkloadRequest]:
     from dataclasses import replace
 
-    from minivllm.lab.bench.options import config_of, encode_prompts, refuse_arrivals
+    from minivllm.errors import InvalidRequestFile
+    from minivllm.lab.bench.options import config_of, encode_prompts
     from minivllm.lab.ladder_workload import NUM_REQUESTS, default_requests
     from minivllm.lab.workload import read_workload
 
@@ -126,7 +132,12 @@ def _workload(asked: str | None, tokenizer: Tokenizer, source: ModelSource) -> l
             raise click.UsageError(f"--requests {asked}: at least 1 is needed.")
         return default_requests(tokenizer, n)
     found = read_workload(asked)
-    refuse_arrivals("ladder", found)
+    late = sum(r.arrival > 0 for r in found)
+    if late:
+        raise InvalidRequestFile(
+            f"{asked}: {late} of {len(found)} requests arrive later than at the start, and the ladder takes "
+            "all requests at once. Make the file without --rate."
+        )
     prompts = encode_prompts(found, source, config_of(source))
     return [replace(r, prompt_token_ids=tuple(p), prompt=None) for r, p in zip(found, prompts, strict=True)]
 
@@ -151,8 +162,9 @@ def _print(
     )
     shown = max(range(len(workload)), key=lambda i: workload[i].max_tokens)
     prompt, answer = workload[shown].token_ids, results[0].outputs[shown]
-    console.print(tokenizer.decode(prompt), end="", markup=False, highlight=False)
-    console.print(tokenizer.decode(answer), style="bold", markup=False, highlight=False)
+    console.print(f"Request {shown}, and what the model wrote after it:", markup=False, highlight=False)
+    console.print(f"  {tokenizer.decode(prompt)!r}", markup=False, highlight=False)
+    console.print(f"  {tokenizer.decode(answer)!r}", style="bold", markup=False, highlight=False)
     console.print()
     console.print(memory_table(results))
     console.print(time_table(results))
@@ -167,9 +179,9 @@ def memory_table(results: list[RungResult]) -> Table:
 
     table = Table(
         title="The ladder: memory",
-        caption="Same: the tokens, against the first rung. KV held: the mean over the steps, and its shares: "
-        "used by a token, used later, never used. In flight: requests that ran at once, the mean and the "
-        "most. contiguous-max asks for the longest context and gets at most all there is.",
+        caption="Same: the tokens, against the first rung. KV held: memory that no other request could take, "
+        "the mean over the steps, and its shares: used by a token, used later, never used. In flight: "
+        "requests that ran at once, the mean and the most. Preempted: how often one lost its memory.",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -200,8 +212,8 @@ def time_table(results: list[RungResult]) -> Table:
         title="The ladder: time",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="TTFT: time to first token, from arrival. TPOT: time per output token after it. "
-        "ITL: the gaps between a request's tokens. TTFT and TPOT are means.",
+        caption="tok/s: output tokens. TTFT: time to first token, from arrival; TPOT: time per output token "
+        "after it; both are means. ITL p99: 99 of 100 gaps between a request's tokens are shorter.",
     )
     table.add_column("rung", no_wrap=True)
     table.add_column("chapter", justify="right")

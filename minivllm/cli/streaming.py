@@ -40,11 +40,14 @@ def show(
 
 
 def speed(output: RequestOutput) -> str:
-    """How many tokens there were, and how fast they came."""
-    metrics, words = output.metrics, f"{len(output.prompt_token_ids)} prompt tokens"
+    """How many tokens there were, how fast they came, and whether the answer was cut off."""
+    metrics, answer = output.metrics, output.outputs[0]
+    words = f"{len(output.prompt_token_ids)} prompt tokens, {len(answer.token_ids)} generated"
     if metrics.ttft is not None:
-        words += f", first token after {metrics.ttft:.2f} s"
-    return f"{words}, then {1 / metrics.tpot:.1f} tokens/s" if metrics.tpot else words
+        words += f", the first after {metrics.ttft:.2f} s"
+    if metrics.tpot:
+        words += f", then {1 / metrics.tpot:.1f} tokens/s"
+    return f"{words}; cut off at the most tokens allowed" if answer.finish_reason == "length" else words
 
 
 def where(llm: LLM) -> str:

@@ -81,12 +81,18 @@ def draw_film_strip(
     Titles are 0, 1, 2, ... unless given. Raises ValueError for no snapshots, for a memory without slots,
     and where the titles are not as many as the snapshots.
     """
-    titles = [str(i) for i in range(len(snapshots))] if titles is None else titles
+    snapshots = list(snapshots)
+    titles = [f"snapshot {i}" for i in range(len(snapshots))] if titles is None else list(titles)
+    _check_count("columns", columns)
     if not snapshots or len(titles) != len(snapshots):
         raise ValueError(f"{len(titles)} titles for {len(snapshots)} snapshots: give at least one of each.")
     per_row = _slots_per_row(snapshots, slots_per_row)
     num_rows = max(-(-snapshot.num_slots // per_row) for snapshot in snapshots)
-    columns = columns or (len(snapshots) if len(snapshots) < 4 else 2 if len(snapshots) == 4 else 3)
+    columns = (
+        min(columns, len(snapshots))
+        if columns
+        else (len(snapshots) if len(snapshots) < 4 else 2 if len(snapshots) == 4 else 3)
+    )
     down = -(-len(snapshots) // columns)
     width = 10 if columns > 1 or per_row > 16 else 7
     height = min(num_rows * (0.45 if num_rows < 4 else 0.28), 6.5 if down == 1 else 3.2)
@@ -108,14 +114,20 @@ def _slots_per_row(snapshots: Sequence[Snapshot], asked: int | None) -> int:
     """Whole blocks of every snapshot. Unless asked, about four times the square root of all slots."""
     if any(snapshot.num_slots < 1 for snapshot in snapshots):
         raise ValueError("A memory without slots has no picture.")
-    if asked is not None and asked < 1:
-        raise InvalidOption(f"slots_per_row={asked} is not possible: it must be at least 1.")
+    _check_count("slots_per_row", asked)
     grain = math.lcm(*(_unit(snapshot)[0] for snapshot in snapshots))
     longest = -(-max(snapshot.num_slots for snapshot in snapshots) // grain) * grain
     per_row = grain if asked is None else -(-asked // grain) * grain
     while asked is None and per_row**2 < 16 * longest:
         per_row *= 2
     return min(longest, per_row)
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (
+        not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**20
+    ):
+        raise InvalidOption(f"{name}={value!r} is not possible: it must be a whole number of at least 1.")
 
 
 def _unit(snapshot: Snapshot) -> tuple[int, str]:
@@ -190,7 +202,8 @@ def _draw_map(
     lines = [line.strip(" ·") for line in textwrap.wrap(_summary(snapshot), max(24, int(width / 4.2)))]
     ax.set_title("\n".join(lines), fontsize=8, loc="left")
     above = ax.transAxes + ScaledTranslation(0, (6 + 9.8 * len(lines)) / 72, ax.figure.dpi_scale_trans)
-    ax.text(0, 1, title, transform=above, fontsize=11, fontweight="bold", gid="title")
+    bold: dict[str, Any] = {"fontsize": 11, "fontweight": "bold", "gid": "title", "parse_math": False}
+    ax.text(0, 1, title, transform=above, **bold)
 
 
 def _write_id(ax: Axes, text: str, places: Iterable[list[_Quad]], slot: float, font: float) -> None:
@@ -227,4 +240,8 @@ def _legend() -> dict[str, Any]:
     held = Patch(facecolor="#E4E4E4", edgecolor="#777777", hatch=HATCH, label="held, but unused")
     free = Patch(facecolor=FREE, edgecolor="#BBBBBB", label="free")
     style = {"ncols": 3, "frameon": False, "fontsize": 9, "title_fontsize": 9}
-    return {"handles": [used, held, free], "title": "colour and number: the sequence", **style}
+    return {
+        "handles": [used, held, free],
+        "title": "colour and number: the sequence (colours repeat, numbers do not)",
+        **style,
+    }

@@ -50,6 +50,7 @@ def draw_timeline(steps: Sequence[Step], *, ax: Axes | None = None, by: str = "t
     Where there are too many bars to tell apart, equal ones of steps in a row are drawn as one.
     Raises ValueError where no step has a request.
     """
+    steps = list(steps)
     found = timeline(steps, by)
     if not found.request_ids:
         raise ValueError("A timeline needs a step with a request in it.")
@@ -57,7 +58,8 @@ def draw_timeline(steps: Sequence[Step], *, ax: Axes | None = None, by: str = "t
     if ax is None:
         ax = _figure(9, min(0.24 * num_rows, 9) + 1.2).subplots()
     row_of = {i: row for row, i in enumerate(found.request_ids)}
-    last = max(bar.end for bar in found.bars) if found.bars else max(w.end for w in found.waits)
+    ends = [bar.end for bar in found.bars] + [wait.end for wait in found.waits]
+    last = max([*ends, *(p.start for p in found.preemptions)])
     scale, label = _time_unit(last) if by == "time" else (1, "step")
     height_in_points = ax.get_window_extent().height * 72 / ax.figure.dpi
     many = len(steps) > 150 or height_in_points / num_rows < 6
@@ -126,6 +128,7 @@ def draw_utilisation(records: Sequence[StepRecord], *, ax: Axes | None = None) -
     A value holds from the start of its step to the start of the next. A given ax must come from subplots:
     it is parted in two. Raises ValueError for no records, and for an ax that cannot be parted.
     """
+    records = list(records)
     if not records:
         raise ValueError("A picture of utilisation needs at least one record.")
     upper = _figure(9, 4.2).subplots() if ax is None else ax

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from minivllm.engine_args import EngineArgs, build_engine
+from minivllm.engine_args import EngineArgs, build_engine, build_manager
 from minivllm.errors import InvalidOption, RequestTooLong
 from minivllm.lab.bench.result import BenchResult, RequestRecord, device_name
 from minivllm.lab.ladder_workload import default_budget
@@ -22,6 +22,7 @@ from minivllm.lab.record import Recorder, StepRecord
 from minivllm.lab.same_tokens import compare_tokens, verdict_of_many
 from minivllm.lab.waste import Split, mean_split
 from minivllm.lab.workload import WorkloadRequest
+from minivllm.memory.manager import KVManager
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
@@ -83,7 +84,7 @@ class RungResult:
     @property
     def used_bytes(self) -> float:
         """Bytes with a token in them, the mean over the steps."""
-        return sum(r.snapshot.used * r.snapshot.bytes_per_token for r in self.records) / len(self.records)
+        return sum(r.snapshot.used_bytes for r in self.records) / len(self.records)
 
     @property
     def fullest(self) -> StepRecord:
@@ -154,7 +155,8 @@ def run_ladder(
                 f"{request.max_tokens}: more than the {max_model_len} that a sequence may have here."
             )
     for rung in chosen:  # refused now, not after minutes
-        EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len).resolve(model)
+        args = EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
+        _check_that_each_fits(rung, build_manager(model, args), requests)
     _warm_up(model, requests)
     first: RungResult | None = None
     for rung in chosen:
@@ -209,6 +211,16 @@ def run_rung(
         num_preemptions=sum(r.num_preemptions for r in requests),
         latency=BenchResult("minivllm", "", "", "", timed).summary(),
     )
+
+
+def _check_that_each_fits(rung: Rung, manager: KVManager, requests: Sequence[WorkloadRequest]) -> None:
+    longest = max(len(r.token_ids) + r.max_tokens - 1 for r in requests)
+    if not manager.fits_ever(longest):
+        slots = manager.snapshot().num_slots
+        raise RequestTooLong(
+            f"The longest request may need {longest} tokens in memory, and with {slots} slots the rung "
+            f"{rung.name!r} never holds so many for one. Give more memory (kv_cache_memory_bytes)."
+        )
 
 
 @torch.inference_mode()

@@ -30,16 +30,18 @@ def plot_ladder(results: Sequence[RungResult], folder: Path) -> Iterator[Path]:
         yield _save(draw_memory_maps(maps), folder / "memory.png")
     for r in results:
         steps = [record.step for record in r.records]
-        yield _save(draw_timeline(steps), folder / f"timeline-{r.rung.name}.png")
+        yield _save(draw_timeline(steps), folder / f"timeline-{r.rung.name}.png", r)
     for r in keeping:
-        every = max(1, len(r.records) // NUM_FRAMES)
-        frames = r.records[::every][:NUM_FRAMES]
-        titles = [f"step {record.step.index}" for record in frames]
+        last, count = len(r.records) - 1, min(NUM_FRAMES, len(r.records))
+        frames = [r.records[round(i * last / max(count - 1, 1))] for i in range(count)]  # first to last
+        titles = [f"step {record.step.index} of {last}" for record in frames]
         strip = draw_film_strip([record.snapshot for record in frames], titles=titles)
-        yield _save(strip, folder / f"film-{r.rung.name}.png")
-        yield _save(draw_utilisation(r.records), folder / f"utilisation-{r.rung.name}.png")
+        yield _save(strip, folder / f"film-{r.rung.name}.png", r)
+        yield _save(draw_utilisation(r.records), folder / f"utilisation-{r.rung.name}.png", r)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _save(figure: Figure, path: Path, result: RungResult | None = None) -> Path:
+    if result is not None:
+        figure.suptitle(result.rung.name, fontsize=12, fontweight="bold")
     figure.savefig(path)
     return path

@@ -56,6 +56,7 @@ def timeline(steps: Sequence[Step], by: str = "time") -> Timeline:
     """
     if by not in ("time", "step"):
         raise InvalidOption(f"by={by!r} is not possible: it must be 'time' or 'step'.")
+    steps = list(steps)
     seen: dict[int, None] = {}
     reached: dict[int, int] = {}  # tokens in memory after the latest step
     lost: dict[int, int] = {}  # tokens in memory before it was lost

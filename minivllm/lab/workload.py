@@ -24,6 +24,7 @@ from minivllm.errors import InvalidOption, InvalidRequestFile
 # The spread of the lengths' logarithms. Those of Azure's public trace of 2023 spread by 0.85 to 1.4; a
 # little less than that keeps most lengths below the bounds, so that clipping hardly moves the mean.
 SIGMA = 0.8
+LAST_ARRIVAL = 1e9  # seconds: 30 years are enough
 _KEYS = ("prompt_token_ids", "prompt", "max_tokens", "arrival")
 
 
@@ -76,6 +77,7 @@ def make_workload(
         requests.append(WorkloadRequest(prompt, None, num_out, round(arrival, 6)))
         if rate is not None and math.isfinite(rate):
             arrival += gaps.expovariate(rate)
+            _check(arrival <= LAST_ARRIVAL, "rate", rate, "higher: a request would arrive after 30 years")
     return requests
 
 
@@ -206,7 +208,7 @@ def _parse(line: bytes) -> WorkloadRequest:
         whole = not any("\ud800" <= character <= "\udfff" for character in prompt)
         _expect(whole, "prompt", prompt, "a whole text, without half a surrogate pair")
     _expect(_is_int(most) and most >= 1, "max_tokens", most, "a whole number of at least 1")
-    right = _is_number(arrival) and 0 <= arrival <= 1e9  # NaN is within nothing; 30 years are enough
+    right = _is_number(arrival) and 0 <= arrival <= LAST_ARRIVAL  # NaN is within nothing
     _expect(right, "arrival", arrival, "finite seconds from 0 on")
     return WorkloadRequest(None if ids is None else tuple(ids), prompt, most, float(arrival))
 

@@ -71,6 +71,7 @@ class ContiguousManager:
         self._policy = RESERVATIONS[reservation]
         self._allocator = BuddyAllocator(num_slots)
         self._longest_run = self._allocator.largest_free_run
+        self._most = min(max_model_len, self._longest_run)  # for a sequence of which nothing was said
         self._reserved: dict[int, int] = {}
         self._start: dict[int, int] = {}
         self._tokens: dict[int, int] = {}
@@ -91,7 +92,7 @@ class ContiguousManager:
 
     def can_allocate(self, seq_id: int, n: int) -> bool:
         """Whether sequence seq_id can have n tokens in all now."""
-        reserved = self._reserved.get(seq_id, self.max_model_len)
+        reserved = self._reserved.get(seq_id, self._most)
         if n > reserved:
             return False
         return (
@@ -100,7 +101,7 @@ class ContiguousManager:
 
     def allocate(self, seq_id: int, n: int) -> None:
         """Let sequence seq_id have n tokens in all; the first time reserves its run. Raises OutOfMemory."""
-        reserved = self._reserved.get(seq_id, self.max_model_len)
+        reserved = self._reserved.get(seq_id, self._most)
         if n > reserved:
             raise OutOfMemory(f"Sequence {seq_id} has {reserved} slots reserved; {n} tokens do not fit.")
         if seq_id not in self._start:

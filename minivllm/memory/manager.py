@@ -53,12 +53,26 @@ class Snapshot:
         """Bytes of the held slots."""
         return self.held * self.bytes_per_token
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots with a token."""
+        return self.used * self.bytes_per_token
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the free slots."""
+        return self.free * self.bytes_per_token
+
 
 class KVManager(Protocol):
     """The accounting half of a KV memory; n counts the tokens that a sequence is to have in memory."""
 
     def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
-        """Say, when a sequence arrives, how long it will become. Memory that grows need not know."""
+        """Say, when a sequence arrives, how many tokens of prompt and output it may have in memory.
+
+        The last token of the output is never put there, so output_len is one less than the tokens to
+        generate. Memory that grows need not know.
+        """
         ...
 
     def fits_ever(self, n: int) -> bool:

@@ -57,9 +57,9 @@ class ContinuousScheduler:
         """Raises RequestTooLong for a request that could never fit, even alone."""
         if not self.manager.fits_ever(request.longest):
             raise RequestTooLong(
-                f"Request {request.request_id} may need {request.longest} tokens in memory "
-                f"({len(request.prompt_token_ids)} of prompt, max_tokens={request.max_tokens}); the "
-                "memory never holds so many for one. Shorten the prompt, lower max_tokens, or give it more."
+                f"The request may need {request.longest} tokens in memory ({len(request.prompt_token_ids)} "
+                f"of prompt, max_tokens={request.max_tokens}); the memory never holds so many for one. "
+                "Shorten the prompt, lower max_tokens, or give it more."
             )
 
     def schedule(self) -> SchedulerOutput:
