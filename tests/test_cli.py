@@ -194,6 +194,30 @@ def test_a_chat_remembers_forgets_and_ends():
     assert counts[1] > counts[0] == counts[2]
 
 
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-"]], ids=["chat", "generate"])
+def test_standard_input_that_is_no_text_or_not_there_is_no_traceback(command):
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
+    line = [
+        sys.executable,
+        "-c",
+        "from minivllm.cli import main; main()",
+        *command,
+        "--model",
+        "random:tiny-llama",
+    ]
+    done = subprocess.run(line, input=b"\xff\nhi\n", capture_output=True, env=environment)
+    assert b"no whole text" in done.stderr
+    assert b"Traceback" not in done.stderr
+    closed = subprocess.run(["sh", "-c", '"$@" <&-', "sh", *line], capture_output=True, env=environment)
+    assert b"Traceback" not in closed.stderr
+
+
+def test_an_answer_that_is_cut_off_is_said_to_be():
+    done = run("generate", "abc", "--model", "random:tiny-llama", "--max-tokens", "3", "--ignore-eos")
+    assert "3 prompt tokens, 3 generated" in done.stderr
+    assert "cut off" in done.stderr
+
+
 def test_a_chat_that_grows_too_long_says_so_and_goes_on():
     lines = "hi\n" + "x" * 1200 + "\nhi\n"
     done = run(

@@ -481,3 +481,49 @@ def test_pictures_come_from_the_lab_by_name():
     assert all(name in dir(lab) and getattr(lab, name) for name in lab.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         lab.nonsense  # noqa: B018
+
+
+def paged_snapshots(n: int) -> list[Snapshot]:
+    manager = PagedManager(num_blocks=5, block_size=4, bytes_per_token=8)
+    found: list[Snapshot] = []
+    for i in range(n):
+        manager.allocate(0, 3 * i + 1)
+        found.append(manager.snapshot())
+    return found
+
+
+@pytest.mark.parametrize("columns", [0, -1, 2.5, True, "2", 2**30], ids=str)
+def test_a_number_of_columns_that_is_none_is_refused(columns):
+    with pytest.raises(InvalidOption, match="columns="):
+        draw_film_strip(paged_snapshots(3), columns=columns)
+
+
+@pytest.mark.parametrize("slots", [0, 2.5, "a", False], ids=str)
+def test_a_number_of_slots_that_is_none_is_refused(slots):
+    with pytest.raises(InvalidOption, match="slots_per_row="):
+        draw_memory_map(paged_snapshots(1)[0], slots_per_row=slots)
+
+
+def test_more_columns_than_pictures_are_as_many_as_pictures():
+    render(draw_film_strip(paged_snapshots(2), columns=100))
+
+
+def test_a_title_is_text_and_no_formula():
+    figure = draw_memory_map(paged_snapshots(1)[0], title="$x_{$ costs $2")
+    render(figure)
+    assert "$x_{$ costs $2" in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_what_is_drawn_may_come_from_a_generator():
+    steps = [step(0, (0, 0, 2)), step(1, (0, 2, 1))]
+    render(draw_timeline(s for s in steps))
+    render(draw_film_strip(s for s in paged_snapshots(3)))
+    render(
+        draw_utilisation(
+            StepRecord(s, snapshot) for s, snapshot in zip(steps, paged_snapshots(2), strict=True)
+        )
+    )
+
+
+def test_a_step_in_which_all_were_preempted_has_a_timeline():
+    render(draw_timeline([Step(0, 0.0, 1.0, (), (3,), ())]))

@@ -70,7 +70,7 @@ def draw_memory_maps(
 
 
 def draw_film_strip(
-    snapshots: Sequence[Snapshot],
+    snapshots: Iterable[Snapshot],
     *,
     titles: Sequence[str] | None = None,
     columns: int | None = None,

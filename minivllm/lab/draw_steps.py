@@ -7,7 +7,7 @@ first computed as plain data, in `timeline.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.lab.draw import HATCH, LINE
@@ -43,7 +43,7 @@ LABELS = {
 BLUE, PREEMPTED, WAITING = "#0072B2", "#D55E00", "#999999"
 
 
-def draw_timeline(steps: Sequence[Step], *, ax: Axes | None = None, by: str = "time") -> Figure:
+def draw_timeline(steps: Iterable[Step], *, ax: Axes | None = None, by: str = "time") -> Figure:
     """One row per request, one bar per step it took part in; returns the figure.
 
     by="time": the x axis is in ms or s since the first step began; by="step": the number of the step.
@@ -122,7 +122,7 @@ def _timeline_legend() -> list[Any]:
     return [*bars, Line2D([], [], color=WAITING, linewidth=1.2, label="waiting"), _cross([], [])]
 
 
-def draw_utilisation(records: Sequence[StepRecord], *, ax: Axes | None = None) -> Figure:
+def draw_utilisation(records: Iterable[StepRecord], *, ax: Axes | None = None) -> Figure:
     """Bytes held and used over time under the memory's budget; below, requests running and waiting.
 
     A value holds from the start of its step to the start of the next. A given ax must come from subplots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +48,7 @@ class Timeline:
     preemptions: tuple[Preemption, ...]
 
 
-def timeline(steps: Sequence[Step], by: str = "time") -> Timeline:
+def timeline(steps: Iterable[Step], by: str = "time") -> Timeline:
     """Lay steps out by time, in seconds since the first began, or by step: number i is i - 0.5 to i + 0.5.
 
     A bar is a recompute while the request has fewer tokens in memory than it once had: it was preempted,
