@@ -146,7 +146,7 @@ def one_by_one(table, size, start, end):
 
 
 @pytest.mark.parametrize(
-    "exercise_id, answer", [("3.1", one_by_one), ("3.2", pool(looked_then_deleted))], ids=str
+    "exercise_id, answer", [("3.1", one_by_one), ("3.2", pool(looked_then_deleted))], ids=["3.1", "3.2"]
 )
 def test_a_right_answer_that_is_built_differently_passes(exercise_id, answer):
     assert course.check(exercise_id, answer)

@@ -42,7 +42,10 @@ class BlockPool:
         return [self._free.popitem(last=False)[0] for _ in range(n)]
 
     def take(self, block_id: int) -> None:
-        """Take this very block out of the middle of the queue. Raises OutOfBlocks when it is in use."""
+        """Take this very block out of the middle of the queue, as chapter 5 will: its contents are wanted.
+
+        Raises OutOfBlocks when it is in use.
+        """
         if block_id not in self._free:
             raise OutOfBlocks(f"Block {block_id} is not free.")
         del self._free[block_id]

@@ -65,6 +65,7 @@ class ContinuousScheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step, and take the memory that it needs."""
         output = SchedulerOutput()
+        # Over a copy: making room for one request takes others off the end of the list, and these wait then.
         for request in list(self.running):
             if request.status is Status.RUNNING and self._make_room(request, output):
                 self._grant(request, output)
