@@ -315,9 +315,9 @@ class LLM:
                 left = unfinished
 
     def _pieces(self, state: RequestState) -> Generator[str, None, RequestOutput]:
-        self._queue(state)
         given = 0
         try:
+            self._queue(state)
             while True:
                 if len(state.text) > given:
                     piece, given = state.text[given:], len(state.text)

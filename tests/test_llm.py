@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import minivllm
 from minivllm import LLM, SamplingParams
 from minivllm.decoding.generate import generate
 from minivllm.engine_args import EngineArgs
@@ -779,3 +785,51 @@ def test_an_interrupt_between_a_last_token_and_its_text_loses_neither(llm):
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
     assert not llm.has_unfinished_requests()
     assert is_idle(llm)
+
+
+def press_at(line: int, work: Callable[[], Any]) -> int:
+    """Run work and press Ctrl-C at the n-th line of the package that it runs; returns how many there were."""
+    count, package = 0, str(Path(minivllm.__file__).parent)
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize(
+    "cache", [{"cache": "naive"}, {"cache": "paged", "num_blocks": 9, "block_size": 2}], ids=str
+)
+def test_ctrl_c_at_any_line_leaves_nothing_behind(cache, call):
+    """Ninety lines, evenly spread over all that a call runs; an odd step, so that no loop hides some."""
+    prompts, params = [[1, 2], [3, 4, 5], [7] * 9], SamplingParams(temperature=0, max_tokens=4)
+    expected = [plain(p, params) for p in prompts]
+
+    def work(llm: Any) -> None:
+        if call == "generate":
+            llm.generate(prompts, params)
+        else:
+            list(llm.stream(prompts[1], params))
+
+    total = press_at(-1, lambda: work(make(max_model_len=16, **cache)))
+    for line in range(1, total, max(1, total // 90) | 1):
+        llm = make(max_model_len=16, **cache)
+        press_at(line, partial(work, llm))
+        assert is_idle(llm), f"line {line}"
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected, f"line {line}"
