@@ -752,6 +752,7 @@ def test_the_watermark_is_whole_blocks():
     assert spare(num_blocks=10, watermark=0.25) == 3 * 16
     assert spare(num_blocks=10, watermark=0.0) == 0
     assert spare(cache="naive", kv_cache_memory_bytes=1344 * 1000) == 10
+    assert spare(cache="naive", kv_cache_memory_bytes=1344 * 250) == 3
 
 
 def test_the_real_model_answers_in_a_chat(smollm2, smollm2_tokenizer):
@@ -833,3 +834,16 @@ def test_ctrl_c_at_any_line_leaves_nothing_behind(cache, call):
         press_at(line, partial(work, llm))
         assert is_idle(llm), f"line {line}"
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected, f"line {line}"
+
+
+def test_a_model_by_name_has_the_weights_of_its_seed_and_the_tokenizer_that_is_given():
+    class Own(ByteTokenizer):
+        pass
+
+    own = Own()
+    for seed, expected in ((0, 0), (1, 1), (None, 0)):
+        llm = LLM("random:tiny-qwen3", seed=seed, tokenizer=own, max_num_seqs=1)
+        weights = load_model("random:tiny-qwen3", seed=expected).embed_tokens.weight
+        assert torch.equal(llm.engine.model.embed_tokens.weight, weights)
+        assert llm.get_tokenizer() is own
+    assert isinstance(LLM("random:tiny-qwen3", max_num_seqs=1).get_tokenizer(), ByteTokenizer)
