@@ -505,7 +505,9 @@ def test_a_number_of_slots_that_is_none_is_refused(slots):
 
 
 def test_more_columns_than_pictures_are_as_many_as_pictures():
-    render(draw_film_strip(paged_snapshots(2), columns=100))
+    figure = draw_film_strip(paged_snapshots(2), columns=100)
+    render(figure)
+    assert len(figure.axes) == 2
 
 
 def test_a_title_is_text_and_no_formula():
@@ -516,14 +518,18 @@ def test_a_title_is_text_and_no_formula():
 
 def test_what_is_drawn_may_come_from_a_generator():
     steps = [step(0, (0, 0, 2)), step(1, (0, 2, 1))]
-    render(draw_timeline(s for s in steps))
-    render(draw_film_strip(s for s in paged_snapshots(3)))
-    render(
-        draw_utilisation(
-            StepRecord(s, snapshot) for s, snapshot in zip(steps, paged_snapshots(2), strict=True)
-        )
+    records = [StepRecord(s, snapshot) for s, snapshot in zip(steps, paged_snapshots(2), strict=True)]
+    figures = (
+        draw_timeline(s for s in steps),
+        draw_film_strip(record.snapshot for record in records),
+        draw_utilisation(record for record in records),
     )
+    for figure, axes in zip(figures, (1, 2, 2), strict=True):
+        render(figure)
+        assert len(figure.axes) == axes
 
 
 def test_a_step_in_which_all_were_preempted_has_a_timeline():
-    render(draw_timeline([Step(0, 0.0, 1.0, (), (3,), ())]))
+    figure = draw_timeline([Step(0, 0.0, 1.0, (), (3,), ())])
+    render(figure)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["3"]

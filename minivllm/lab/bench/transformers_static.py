@@ -75,6 +75,7 @@ class _Steps:
         self._came, self._prompt_seen = came, False
 
     def put(self, value: object) -> None:
+        """Take what generate() hands over: first the prompts, then each step's tokens."""
         if self._prompt_seen:
             self._came()
         self._prompt_seen = True
