@@ -104,8 +104,8 @@ class Engine:
         """
         if self._in_step:
             raise EngineBusy("The engine is in the middle of a step; a listener can look at it, and abort.")
-        self._in_step = True
         with self.shield:  # Ctrl-C reaches the model and the listener, not the books
+            self._in_step = True
             try:
                 return self._step()
             finally:

@@ -335,6 +335,19 @@ def test_a_listener_cannot_start_a_step_within_a_step():
     assert r.output_token_ids == alone(MODEL, r)
 
 
+def test_ctrl_c_before_a_step_has_begun_does_not_leave_the_engine_busy(monkeypatch):
+    r = request(0, [1, 2], 4)
+    engine = build(MODEL, EngineArgs())
+    engine.add(r)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shield, "__enter__", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert r.output_token_ids == alone(MODEL, r)
+
+
 def test_a_preempted_request_keeps_what_was_said_of_its_length():
     engine = build(MODEL, EngineArgs(cache="contiguous", reservation="oracle", max_num_seqs=2))
     for r in (request(0, [1, 2, 3], 6), request(1, [4, 5], 3)):

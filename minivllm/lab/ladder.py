@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class RungResult:
 
     same_tokens: "(reference)", "yes", "yes, 1 tie", or "NO, ..." for the first request that differs.
     held_bytes, used_bytes: means over the steps. split: what was held, by what it was held for, summed over
-    the steps. in_flight: requests in each step. latency: figures as `BenchResult.summary` makes them.
+    the steps. latency: figures as `BenchResult.summary` makes them.
     """
 
     rung: Rung
@@ -71,10 +71,11 @@ class RungResult:
     num_preemptions: int
     latency: dict[str, Any]
     same_tokens: str = ""
-    in_flight: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.in_flight = [len(record.step.scheduled) for record in self.records]
+    @property
+    def in_flight(self) -> list[int]:
+        """Requests that ran at once, step by step."""
+        return [len(record.step.scheduled) for record in self.records]
 
     @property
     def held_bytes(self) -> float:
