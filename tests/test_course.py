@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from answers_ch03 import looked_then_deleted, one_by_one, pool
 
 from minivllm import LLM, SamplingParams, course
 from minivllm.course import manifest
@@ -21,7 +22,7 @@ from minivllm.course.build import build
 from minivllm.course.gate import SHARE, gate, passes, survivors
 from minivllm.course.mutants import mutants
 from minivllm.course.notebook import Cell, notebook, parse
-from minivllm.errors import InvalidOption, OutOfBlocks
+from minivllm.errors import InvalidOption
 from minivllm.memory import paged, paged_store
 from minivllm.memory.blocks import BlockPool
 
@@ -91,90 +92,21 @@ def test_the_packages_own_answer_passes_and_the_stub_says_what_to_do(exercise):
     assert stub.__doc__ == manifest.resolve(exercise.answer)[2].__doc__
 
 
-def pool(allocate: Callable[..., Any]) -> type[BlockPool]:
-    return type("Mine", (BlockPool,), {"allocate": allocate})
+ANSWERS = [import_module(f"answers_ch{chapter.number:02d}") for chapter in manifest.chapters()]
+RIGHT = [(e, answer) for module in ANSWERS for e, answers in module.RIGHT.items() for answer in answers]
+WRONG = [one for module in ANSWERS for one in module.WRONG]
 
 
-def append_then_refuse(self, n):
-    taken = []
-    for _ in range(n):
-        if not self._free:
-            raise OutOfBlocks("too few")
-        taken.append(self._free.popitem(last=False)[0])
-    return taken
+def test_every_exercise_has_a_second_right_answer_and_named_wrong_ones():
+    assert {e for e, _ in RIGHT} == {e for e, _, _ in WRONG} == {e.id for e in EXERCISES}
 
 
-def never_refuse(self, n):
-    return [self._free.popitem(last=False)[0] for _ in range(min(n, len(self._free)))]
-
-
-def last_first(self, n):
-    if n > len(self._free):
-        raise OutOfBlocks("too few")
-    return [self._free.popitem()[0] for _ in range(n)]
-
-
-def pairs(self, n):
-    if n > len(self._free):
-        raise OutOfBlocks("too few")
-    return [self._free.popitem(last=False) for _ in range(n)]
-
-
-def only_looked(self, n):
-    if n > len(self._free):
-        raise OutOfBlocks("too few")
-    return list(self._free)[:n]
-
-
-def looked_then_deleted(self, n):
-    """Right, in another way."""
-    if len(self._free) - n < 0:
-        raise OutOfBlocks("too few")
-    taken = [block for _, block in zip(range(n), self._free, strict=False)]
-    for block in taken:
-        del self._free[block]
-    return taken
-
-
-def one_by_one(table, size, start, end):
-    """Right, in another way."""
-    slots = []
-    for token in range(start, end):
-        block, offset = divmod(token, size)
-        slots.append(table[block] * size + offset)
-    return slots
-
-
-@pytest.mark.parametrize(
-    "exercise_id, answer", [("3.1", one_by_one), ("3.2", pool(looked_then_deleted))], ids=["3.1", "3.2"]
-)
+@pytest.mark.parametrize("exercise_id, answer", RIGHT, ids=[f"{e}-{i}" for i, (e, _) in enumerate(RIGHT)])
 def test_a_right_answer_that_is_built_differently_passes(exercise_id, answer):
     assert course.check(exercise_id, answer)
 
 
-def one_too_many(t, b, s, e):
-    return [t[i // b] * b + i % b for i in range(s, e + 1) if i // b < len(t)]
-
-
-def from_the_start(t, b, s, e):
-    return [t[i // b] * b + i % b for i in range(e - s)]
-
-
-WRONG = [
-    ("3.1", one_too_many, "end is not included"),
-    ("3.1", from_the_start, "from the start of the sequence"),
-    ("3.1", lambda t, b, s, e: [t[0] * b + i for i in range(s, e)], "side by side"),
-    ("3.1", lambda t, b, s, e: [t[i // b] + i % b * b for i in range(s, e)], "changed places"),
-    ("3.1", lambda t, b, s, e: None, "expected"),
-    ("3.2", pool(append_then_refuse), "before the refusal"),
-    ("3.2", pool(never_refuse), "OutOfBlocks"),
-    ("3.2", pool(last_first), "given back last"),
-    ("3.2", pool(pairs), "not pairs"),
-    ("3.2", pool(only_looked), "still count as free"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("exercise_id, answer, named", WRONG, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("exercise_id, answer, named", WRONG, ids=[f"{e}-{n}" for e, _, n in WRONG])
 def test_a_wrong_answer_is_refused_and_its_mistake_named(exercise_id, answer, named):
     with pytest.raises(course.CheckFailed, match=named):
         course.check(exercise_id, answer)
@@ -189,6 +121,36 @@ def root(tmp_path: Path) -> Path:
 
 def code_of(path: Path) -> list[str]:
     return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+
+
+def test_a_cell_tells_its_kind_its_name_and_what_a_figure_shows():
+    source = """# %% [compare sizes]
+print(1)
+# %% [figure map]
+#| alt: Twelve blocks,
+#| three of them free.
+draw()
+# %% [widget]
+slider()
+# %%
+# %matplotlib inline
+plain
+"""
+    assert parse(source) == [
+        Cell("compare", "print(1)", "sizes"),
+        Cell("figure", "draw()", "map", "Twelve blocks, three of them free."),
+        Cell("widget", "slider()"),
+        Cell("code", "%matplotlib inline\nplain"),
+    ]
+    assert [cell.metadata for cell in notebook(parse(source)).cells] == [
+        {"minivllm": {"kind": "compare", "name": "sizes"}, "tags": ["nbval-check-output"]},
+        {
+            "minivllm": {"kind": "figure", "name": "map"},
+            "mystnb": {"image": {"alt": "Twelve blocks, three of them free."}},
+        },
+        {"minivllm": {"kind": "widget"}},
+        {},
+    ]
 
 
 def test_both_notebooks_come_from_one_source(root):
@@ -240,6 +202,11 @@ def test_an_id_stays_when_another_cell_changes_and_equal_cells_have_ids_of_their
         ("x = 1\n# %%\n", "Line 1"),
         ("# %%\n# %% [markdwon]\n", "Line 2"),
         ("# %%\nx\n# %% [exercise]\n...", "Line 3"),
+        ("# %% [compare]\nx", "Line 1"),
+        ("# %% [figure Block]\nx", "Line 1"),
+        ("# %% [widget here]\nx", "Line 1"),
+        ("# %% [figure map]\ndraw()", "#\\| alt:"),
+        ("# %% [code a]\nx\n# %% [compare a]\nx", "Two cells have the name 'a'"),
         ("# %% [markdown 3.1]\n# x", "Line 1"),
         ("# %%nonsense\n", "Line 1"),
     ],

@@ -49,9 +49,9 @@ def _filled(cell: Cell, make: Callable[[Exercise], str]) -> Cell:
     places = list(PLACE.finditer(cell.text))
     if len(places) != 1:
         raise InvalidOption(
-            f"The cell of exercise {cell.exercise} has {len(places)} lines of `...`; one is needed."
+            f"The cell of exercise {cell.name} has {len(places)} lines of `...`; one is needed."
         )
-    place, text = places[0], make(exercise(str(cell.exercise)))
+    place, text = places[0], make(exercise(str(cell.name)))
     filled = textwrap.indent(text, place["indent"])
     return replace(cell, text=cell.text[: place.start()] + filled + cell.text[place.end() :])
 

@@ -3,7 +3,7 @@
     python -m minivllm.course.gate [3.2 ...]
 
 Each mutant runs in a child process that can be killed: one that hangs is refused too. A mutant that is right
-after all (an equivalent one) is listed here with a reason.
+after all (an equivalent one) is listed with a reason in the EQUIVALENT of its chapter's checks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from random import Random
 from typing import Any
 
@@ -24,8 +25,6 @@ from minivllm.course.mutants import mutants
 
 SECONDS = 2.0
 SHARE = 0.95  # of the mutants that are not equivalent
-# (exercise, what was changed) -> why the changed answer is as right as the first
-EQUIVALENT: dict[tuple[str, str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,19 @@ class Verdict:
 
 def gate(e: Exercise, sample: int | None = None, seed: int = 0) -> Iterator[Verdict]:
     """Run the mutants of an exercise's answer, or a seeded sample of them."""
-    found = [m for m in mutants(answer_source(e)) if (e.id, m[0]) not in EQUIVALENT]
+    equivalent = equivalents(e)
+    found = [m for m in mutants(answer_source(e)) if m[0] not in equivalent]
     if sample is not None and sample < len(found):
         found = Random(f"{seed} {e.id}").sample(found, sample)
     for change, source in found:
         yield Verdict(change, refused=not passes(e, source))
+
+
+def equivalents(e: Exercise) -> dict[str, str]:
+    """What was changed -> why the changed answer is as right as the first."""
+    module = import_module(f"minivllm.course.checks.ch{int(e.id.split('.')[0]):02d}")
+    listed: dict[tuple[str, str], str] = module.EQUIVALENT
+    return {change: why for (exercise_id, change), why in listed.items() if exercise_id == e.id}
 
 
 def passes(e: Exercise, source: str) -> bool:

@@ -10,6 +10,9 @@ from minivllm.course.checking import expect, refuses
 from minivllm.errors import OutOfBlocks
 from minivllm.memory.blocks import BlockPool
 
+# (exercise, what was changed, as `make gate` prints it) -> why the changed answer is as right as the first
+EQUIVALENT: dict[tuple[str, str], str] = {}
+
 
 def check_3_1(slot_mapping: Callable[..., Any]) -> None:
     """Blocks in any order, odd sizes, any part of a sequence."""
