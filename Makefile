@@ -10,11 +10,17 @@ STAMP := .venv/.made
 WHOLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$$(pwd -P)" ] && .venv/bin/python -I -c \
 	'from importlib.util import find_spec; exit(not all(map(find_spec, ["pip", "torch", "minivllm"])))' \
 	2>/dev/null && echo yes)
+# Written when the tools that build the book have been added, which is when it is first built.
+BOOK := .venv/.book
 # One worker a core, four at most: each has PyTorch in memory.
 PARALLEL := -n logical --maxprocesses 4 --dist loadgroup
-CODE := minivllm tests $(wildcard solutions/*.py)
+# Notebooks run cell by cell, each in one worker and with one thread, since threads of two kernels hold each
+# other up; the output of marked cells is compared with what is stored.
+NOTEBOOKS := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+	--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks solutions
+CODE := minivllm tests book/conf.py book/ext $(wildcard solutions/*.py notebooks/*.py)
 
-.PHONY: help demo test test-full check format lab env clean remove
+.PHONY: help demo test test-full test-book gate check format exercises notebooks sync lab book env clean remove
 .SUFFIXES:
 
 help: ## Show this list (the default)
@@ -27,21 +33,45 @@ demo: $(STAMP) ## Fetch the small model, then run one workload up the ladder
 
 test: $(STAMP) ## Run the tests
 	.venv/bin/python -m pytest $(PARALLEL)
+	$(NOTEBOOKS)
 
 test-full: $(STAMP) ## Run the tests with the exhaustive sets
 	.venv/bin/python -m pytest $(PARALLEL) -m ""
+	$(NOTEBOOKS)
+
+gate: $(STAMP) ## Prove that the checks of the exercises are strict: run every mutant of every answer
+	.venv/bin/python -m minivllm.course.gate
+
+test-book: book ## Look at every page of the book in Chromium (another: make test-book CHROMIUM=PATH)
+	.venv/bin/python -m pytest tests/book_site \
+		tests/test_project.py::test_all_that_the_project_needs_here_is_pinned
 
 check: $(STAMP) ## Check format, lint and types
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/ruff check $(CODE)
-	.venv/bin/mypy $(CODE)
+	.venv/bin/mypy minivllm tests
 
 format: $(STAMP) ## Format the code and repair what the linter can
 	.venv/bin/ruff check --fix-only $(CODE)
 	.venv/bin/ruff format $(CODE)
 
+exercises: $(STAMP) ## Build the notebooks of exercises and solutions from solutions/*.py
+	.venv/bin/python -m minivllm.course.build
+
+notebooks: $(STAMP) ## Run and store the lab notebooks, on a quiet machine (one: ARGS=ch03_paging)
+	.venv/bin/python -m minivllm.course.run $(ARGS)
+
+sync: $(STAMP) ## Fill the code and outputs that the chapters quote
+	.venv/bin/python -m minivllm.course.sync
+
 lab: $(STAMP) ## Open the notebooks in JupyterLab (options: make lab ARGS=--no-browser)
 	.venv/bin/jupyter-lab --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+
+# Always from nothing: a page that has not changed may link to a heading that has gone.
+book: $(BOOK) ## Build the book as pages to read in a browser
+	@rm -rf book/_build
+	.venv/bin/python -m sphinx -W --keep-going -n -q -b html -d book/_build/doctrees -c book . book/_build/html
+	@echo "The book is built. Open this file in a browser: $(CURDIR)/book/_build/html/index.html"
 
 env: $(STAMP) ## Make or update .venv, the environment of every other target
 	@echo ".venv is ready."
@@ -98,6 +128,15 @@ endef
 
 PIP := .venv/bin/python -u -m pip install --constraint constraints.txt
 EXTRAS := lab,test,dev
+BOOK_EXTRAS := book
+
+define say_why
+	echo; \
+	echo "pip could not install the packages; its reason stands above."; \
+	echo "Often it is the network, a proxy or a full disk (2.5 GB are needed, and more with CUDA)."; \
+	echo "Put it right and run make again."; \
+	exit 1
+endef
 
 # The build tools come from the same exact set, so an update with nothing to fetch needs no network.
 # If an update fails before it changed anything, the old stamp returns: the next make tries again.
@@ -109,10 +148,13 @@ $(STAMP): pyproject.toml constraints.txt $(if $(WHOLE),,remove)
 	{ $(PIP) --progress-bar raw --no-build-isolation --editable ".[$(EXTRAS)]"; echo "exit $$?"; } | \
 	$(show_progress) || { \
 		[ ! -e $@.old ] || mv $@.old $@; \
-		echo; \
-		echo "pip could not install the packages; its reason stands above."; \
-		echo "Often it is the network, a proxy or a full disk (2.5 GB are needed, and more with CUDA)."; \
-		echo "Put it right and run make again."; \
-		exit 1; \
+		$(say_why); \
 	} >&2
 	@pwd -P > $@ && rm -f $@.old
+
+# The stamp is older than the environment's after each change of that, so the tools follow the constraints.
+$(BOOK): $(STAMP)
+	@echo "Bringing the tools that build the book to the exact set of constraints.txt."
+	@{ $(PIP) --progress-bar raw --no-build-isolation --editable ".[$(BOOK_EXTRAS)]"; echo "exit $$?"; } | \
+	$(show_progress) || { $(say_why); } >&2
+	@touch $@

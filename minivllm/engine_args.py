@@ -25,6 +25,7 @@ from minivllm.memory.naive import NaiveManager
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.paged import PagedManager, num_blocks_for
 from minivllm.memory.paged_store import PagedBatch, PagedStore
+from minivllm.memory.size import bytes_per_token
 from minivllm.memory.store import KVStore, RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
@@ -222,11 +223,6 @@ def _check_room(device: torch.device, num_bytes: int) -> None:
             f"{device} has no room for {num_bytes:,} bytes of keys and values: there are {room:,}. "
             "Lower kv_cache_memory_bytes or num_blocks."
         )
-
-
-def bytes_per_token(model: Decoder) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return model.config.kv_elements_per_token * model.dtype.itemsize
 
 
 def _default_budget(device: torch.device, gpu_memory_utilization: float | None) -> int:

@@ -25,6 +25,10 @@ class InvalidRequestFile(MinivllmError, ValueError):
     """A file of requests has a line that is no request: the message names file and line."""
 
 
+class InvalidResultFile(MinivllmError, ValueError):
+    """A file of kept measurements is damaged, or does not say where its numbers come from."""
+
+
 class ModelNotFound(MinivllmError, LookupError):
     """No model answers to this name, or it is not on disk and cannot be downloaded."""
 

@@ -15,6 +15,12 @@ from minivllm.model.hub import ModelSource, resolve
 from minivllm.model.loader import load_model
 from minivllm.model.tokenizer import Tokenizer, load_tokenizer
 
+# They need a browser and the built book: make test-book names them.
+collect_ignore = ["book_site"]
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # for the kernels that a test starts: see `threads`
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.load_profile("suite")
 

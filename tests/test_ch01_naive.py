@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.decoding.generate import generate
+from minivllm.decoding.greedy import greedy
 from minivllm.errors import OutOfMemory
 from minivllm.memory.manager import RecomputeManager, SequenceMemory
 from minivllm.memory.naive import NaiveManager
 from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.size import (
+    bytes_per_token,
+    copied_by_doubling,
+    copied_by_joining,
+    kv_bytes_per_token,
+)
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
@@ -147,7 +154,78 @@ def test_bytes_a_token_are_the_published_ones(model, expected, request):
     from minivllm.model.presets import PRESETS
 
     config = PRESETS[model] if model in PRESETS else request.getfixturevalue("smollm2").config
+    assert kv_bytes_per_token(config, 16) == expected
     assert config.kv_elements_per_token * 2 == expected
+
+
+def test_bytes_a_token_of_a_model_are_those_that_its_store_takes(tiny):
+    store = NaiveStore()
+    tiny(Batch.pack([(0, tokens_of(0, 13), 0)]), store)
+    assert store.num_bytes() == 13 * bytes_per_token(tiny)
+
+
+class CountedStore(NaiveStore):
+    """Counts the old rows of layer 1 that each step joins new ones on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = 0
+
+    def attend(self, layer, q, k, v, batch):
+        if layer == 1:
+            self.copied += sum(
+                len(self._kv[s.seq_id, 1][0]) for s in batch.slices if (s.seq_id, 1) in self._kv
+            )
+        return super().attend(layer, q, k, v, batch)
+
+
+@pytest.mark.parametrize(("prompt_len", "output_len"), [(1, 1), (1, 2), (9, 1), (7, 12), (3, 25)])
+def test_joining_copies_what_the_formula_says(tiny, prompt_len, output_len):
+    store = CountedStore()
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    list(generate(tiny, store, tokens_of(5, prompt_len), params))
+    assert store.copied == copied_by_joining(prompt_len, output_len)
+
+
+@given(prompt_len=st.integers(1, 50), output_len=st.integers(1, 300))
+def test_doubling_copies_as_a_list_does_and_less_than_twice_what_is_in_use(prompt_len, output_len):
+    rows, capacity, copied = prompt_len, prompt_len, 0
+    for _ in range(output_len - 1):
+        if rows == capacity:
+            copied, capacity = copied + rows, 2 * capacity
+        rows += 1
+    assert copied_by_doubling(prompt_len, output_len) == (copied, capacity)
+    assert copied < 2 * rows
+    assert rows <= capacity < 2 * rows or rows == capacity
+    assert copied <= copied_by_joining(prompt_len, output_len)
+
+
+@pytest.mark.parametrize(
+    "prompt_len, output_len, named",
+    [(0, 5, "prompt_len=0"), (-1, 3, "prompt_len=-1"), (3, 0, "output_len=0")],
+)
+def test_doubling_refuses_what_would_have_no_end(prompt_len, output_len, named):
+    with pytest.raises(ValueError, match=named):
+        copied_by_doubling(prompt_len, output_len)
+
+
+def test_the_least_loop_gives_the_tokens_of_the_generate_loop_on_every_store(tiny):
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for n in (1, 2, 17):
+        expected = list(generate(tiny, RecomputeStore(), tokens_of(n, n), params))
+        store = NaiveStore()
+        assert greedy(tiny, RecomputeStore(), tokens_of(n, n), 9) == expected
+        assert greedy(tiny, store, tokens_of(n, n), 9, seq_id=4) == expected
+        assert store.num_bytes() == 0
+    assert greedy(tiny, NaiveStore(), [5], 0) == []
+
+
+def test_the_least_loop_lets_go_of_memory_when_the_model_fails(tiny):
+    store = NaiveStore()
+    with pytest.raises(IndexError):
+        greedy(tiny, store, [1, 10**6], 3)
+    list(generate(tiny, store, [1, 2], SamplingParams(max_tokens=2)))
+    assert store.num_bytes() == 0
 
 
 class PlainModel:

@@ -28,6 +28,14 @@ def test_the_policies_reserve_what_the_module_says(policy, reserved, held):
     assert (found.reserved, found.held, found.used) == (reserved, held, 100)
 
 
+def test_nothing_is_reserved_beyond_the_longest_context():
+    manager = ContiguousManager(8192, 1, 2048, "pow2")
+    manager.expect(0, 100, 1100)  # 100 + 2,048 would need a run of 4,096
+    manager.allocate(0, 100)
+    (found,) = manager.snapshot().sequences
+    assert (found.reserved, found.held) == (2048, 2048)
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(InvalidOption, match=r"reservation='best'.*max, pow2, oracle"):
         ContiguousManager(16, 1, 16, "best")

@@ -21,7 +21,7 @@ def run(*arguments: str, **options):
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["pull"], ["generate"], ["chat"], ["ladder"], ["workload"], ["bench"], ["doctor"]],
+    [[], ["pull"], ["generate"], ["chat"], ["ladder"], ["workload"], ["bench"], ["doctor"], ["course"]],
     ids=str,
 )
 def test_every_command_has_help(command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -12,19 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
+import torch
 from answers_ch03 import looked_then_deleted, one_by_one, pool
 
 from minivllm import LLM, SamplingParams, course
 from minivllm.course import manifest
 from minivllm.course.answers import answer_source, stub_source
 from minivllm.course.build import build
-from minivllm.course.gate import SHARE, gate, passes, survivors
+from minivllm.course.checking import expect, refuses
+from minivllm.course.gate import SHARE, CheckTooSlow, gate, passes, survivors
 from minivllm.course.mutants import mutants
 from minivllm.course.notebook import Cell, notebook, parse
-from minivllm.errors import InvalidOption
+from minivllm.errors import InvalidOption, OutOfBlocks
 from minivllm.memory import paged, paged_store
 from minivllm.memory.blocks import BlockPool
+from minivllm.memory.buddy import BuddyAllocator
 
 EXERCISES = [e for chapter in manifest.chapters() for e in chapter.exercises]
 SOURCE = '''# %% [markdown]
@@ -69,7 +74,7 @@ def test_the_manifest_is_whole():
     for e in EXERCISES:
         assert len(e.hints) == 3
         assert isinstance(manifest.resolve(e.answer)[2], types.FunctionType)
-    with pytest.raises(InvalidOption, match=r"no exercise '9.9'; there are 3.1"):
+    with pytest.raises(InvalidOption, match=r"no exercise '9.9'; there are .*3.1"):
         manifest.exercise("9.9")
     with pytest.raises(InvalidOption, match="no name"):
         manifest.resolve("nonsense.name")
@@ -89,7 +94,7 @@ def test_the_packages_own_answer_passes_and_the_stub_says_what_to_do(exercise):
     with pytest.raises(course.ExerciseUnsolved, match=re.escape(f"Exercise {exercise.id}")) as error:
         course.check(exercise.id, mine)
     assert exercise.hints[0] in str(error.value)
-    assert stub.__doc__ == manifest.resolve(exercise.answer)[2].__doc__
+    assert inspect.getdoc(stub) == inspect.getdoc(manifest.resolve(exercise.answer)[2])
 
 
 ANSWERS = [import_module(f"answers_ch{chapter.number:02d}") for chapter in manifest.chapters()]
@@ -110,6 +115,45 @@ def test_a_right_answer_that_is_built_differently_passes(exercise_id, answer):
 def test_a_wrong_answer_is_refused_and_its_mistake_named(exercise_id, answer, named):
     with pytest.raises(course.CheckFailed, match=named):
         course.check(exercise_id, answer)
+
+
+@pytest.mark.parametrize(
+    "got, expected, named",
+    [
+        (34.0, 34, "its type is not: int is wanted, not float"),
+        (True, 1, "its type is not: int is wanted, not bool"),
+        ((160,), [160], "its type is not: list is wanted, not tuple"),
+        (np.array([1, 2]), [1, 2], r"expected \[1, 2\], got array"),
+        (np.array([1, 2]), np.array([1, 2]), "expected array"),
+        (torch.tensor([1, 2]), [1, 2], r"got tensor\(\[1, 2\]\)\.$"),
+        ([np.array([1, 2])], [[1, 2]], "expected"),
+        ([[1], [2]], [1, 2], r"got \[\[1\], \[2\]\]\.$"),
+        ((7,), [8], "got .*It looks as if one is missing"),
+    ],
+    ids=range(9),
+)
+def test_what_is_not_as_expected_is_said_whatever_came(got, expected, named):
+    with pytest.raises(course.CheckFailed, match=f"^f: .*{named}"):
+        expect("f", got, expected, {"one is missing": ([7],)})
+
+
+def test_the_same_value_of_the_same_type_is_as_expected():
+    for value in (34, 34.0, [160], (160,), [[1], [2]], {1: [2]}, None):
+        expect("f", value, value)
+
+
+def test_another_error_than_the_one_wanted_is_explained_and_a_stub_speaks_for_itself():
+    def fail(error):
+        raise error
+
+    refuses("f()", OutOfBlocks, fail, OutOfBlocks("none free"))
+    with pytest.raises(course.CheckFailed, match=r"^f\(\): expected OutOfBlocks, got KeyError: 7\.$"):
+        refuses("f()", OutOfBlocks, fail, KeyError(7))
+    with pytest.raises(course.CheckFailed, match=r"got 3\. What cannot be done"):
+        refuses("f()", OutOfBlocks, lambda: 3)
+    for error in (course.ExerciseUnsolved("a hint"), KeyboardInterrupt(), SystemExit()):
+        with pytest.raises(type(error)):
+            refuses("f()", Exception, fail, error)
 
 
 @pytest.fixture
@@ -133,7 +177,7 @@ draw()
 # %% [widget]
 slider()
 # %%
-# %matplotlib inline
+# %matplotlib inline \t
 plain
 """
     assert parse(source) == [
@@ -209,6 +253,12 @@ def test_an_id_stays_when_another_cell_changes_and_equal_cells_have_ids_of_their
         ("# %% [code a]\nx\n# %% [compare a]\nx", "Two cells have the name 'a'"),
         ("# %% [markdown 3.1]\n# x", "Line 1"),
         ("# %%nonsense\n", "Line 1"),
+        ("# %%\nx\n#%%\ny", "Line 3 begins no cell: '#%%'"),
+        ("# %%\nx\n  # %% [code b]\ny", "Line 3 begins no cell: '  # %%"),
+        ("# %%\nx\n#\t%%\ny", "Line 3"),
+        ("# %%\nx\n# %% [check 3.1]\n\n  \n# %%\n", "Line 3 begins a cell of kind check with nothing"),
+        ("# %% [exercise 3.1]\n", "Line 1 begins a cell of kind exercise with nothing"),
+        ("# %% [figure map]\n#| alt: a\n", "Line 1 begins a cell of kind figure with nothing"),
     ],
 )
 def test_a_source_that_is_cut_wrongly_is_refused_with_its_line(source, named):
@@ -221,6 +271,22 @@ def test_a_cell_without_one_place_for_its_answer_is_refused(root, body):
     (root / "solutions" / "ch03_paging.py").write_text(f"# %% [exercise 3.1]\n{body}\n")
     with pytest.raises(InvalidOption, match="lines of"):
         list(build(root))
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["", '# %% [check 3.2]\ncourse.check("3.2", f)', '# %% [check 3.1]\ncourse.check("3.2", f)'],
+    ids=["none", "another's", "names another"],
+)
+def test_an_exercise_without_its_own_check_is_refused(root, check):
+    (root / "solutions" / "ch03_paging.py").write_text(f"# %% [exercise 3.1]\n...\n{check}\n")
+    with pytest.raises(InvalidOption, match=r"Exercise 3\.1 has no check"):
+        list(build(root))
+
+
+def test_only_the_end_of_a_line_cuts_a_line():
+    text = "x = 'a\f# %% b\x85# %% c\u2028# %%'"
+    assert parse(f"# %%\n{text}\n") == [Cell("code", text)]
 
 
 def test_the_real_engine_runs_on_a_readers_own_code_and_is_itself_again_after(monkeypatch):
@@ -247,6 +313,15 @@ def test_the_real_engine_runs_on_a_readers_own_code_and_is_itself_again_after(mo
     assert (paged.slot_mapping, paged_store.slot_mapping, BlockPool.allocate) == original
 
 
+def test_a_static_method_stays_one_while_a_readers_is_in_its_place():
+    def mine(n):
+        return 64
+
+    with course.use("2.1", type("Mine", (), {"run_length": staticmethod(mine)})):
+        assert BuddyAllocator(64).run_length(3) == BuddyAllocator.run_length(3) == 64
+    assert BuddyAllocator(64).run_length(3) == BuddyAllocator.run_length(3) == 4
+
+
 def test_a_mutant_differs_in_one_place_and_leaves_signature_and_docstring():
     source = '''
 def clip(x, low=0, high=9):
@@ -269,6 +344,12 @@ def test_a_mutant_that_hangs_is_killed_and_counts_as_refused():
     hanging = "def slot_mapping(table, size, start, end):\n    while True:\n        pass"
     assert not passes(manifest.exercise("3.1"), hanging)
     assert passes(manifest.exercise("3.1"), answer_source(manifest.exercise("3.1")))
+
+
+def test_a_gate_that_refuses_the_right_answer_says_so(monkeypatch):
+    monkeypatch.setattr("minivllm.course.gate.PATIENCE", 0.0)
+    with pytest.raises(CheckTooSlow, match=r"exercise 3\.1 .* own answer"):
+        list(gate(manifest.exercise("3.1"), sample=1))
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.id)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from minivllm.decoding.generate import generate
 from minivllm.decoding.sampler import top_logprobs as top_logprobs_of_package
 from minivllm.engine import Engine, Step
-from minivllm.engine_args import EngineArgs, build_engine, bytes_per_token
+from minivllm.engine_args import EngineArgs, build_engine
 from minivllm.errors import EngineBusy, InvalidLogits, RequestTooLong
 from minivllm.interrupt import Shield
 from minivllm.lab.record import Recorder
@@ -26,6 +26,7 @@ from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.paged import num_blocks_for, slot_mapping
 from minivllm.memory.paged_store import PagedStore
+from minivllm.memory.size import bytes_per_token
 from minivllm.model.batch import Batch
 from minivllm.model.loader import load_model
 from minivllm.params import SamplingParams

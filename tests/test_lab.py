@@ -13,7 +13,6 @@ import torch
 
 from minivllm import engine_args
 from minivllm.decoding.generate import generate
-from minivllm.engine_args import bytes_per_token
 from minivllm.errors import InvalidModelFile, InvalidOption, RequestTooLong
 from minivllm.lab import doctor, ladder
 from minivllm.lab.ladder_workload import TEXT, default_budget, default_requests
@@ -24,6 +23,7 @@ from minivllm.lab.waste import Split, split_held
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.size import bytes_per_token
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.loader import load_model
 from minivllm.model.tokenizer import ByteTokenizer

@@ -450,10 +450,13 @@ def run_python(code: str) -> str:
 
 def test_drawing_loads_neither_pyplot_nor_torch():
     names = "[name for name in ('matplotlib.pyplot', 'torch') if name in sys.modules]"
-    assert run_python(f"import sys, minivllm.lab.draw, minivllm.lab.draw_steps; print({names})") == "[]\n"
+    modules = ", ".join(
+        f"minivllm.lab.{name}" for name in ("draw", "draw_steps", "draw_results", "draw_roof")
+    )
+    assert run_python(f"import sys, {modules}; print({names})") == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["draw", "draw_steps"])
+@pytest.mark.parametrize("module", ["draw", "draw_steps", "draw_results", "draw_roof", "sliding"])
 def test_without_matplotlib_the_error_says_what_to_install(module):
     code = f"""
 import sys

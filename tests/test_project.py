@@ -26,7 +26,8 @@ PINS: dict[str, Version] = {
     canonicalize_name(name): Version(pin) for name, _, pin in (line.partition("==") for line in PIN_LINES)
 }
 
-TARGETS = {"help", "demo", "test", "test-full", "check", "format", "lab", "env", "clean"}
+TARGETS = {"help", "demo", "test", "test-full", "test-book", "gate", "check", "format"}
+TARGETS |= {"exercises", "notebooks", "sync", "lab", "book", "env", "clean"}
 IN_PROJECT_VENV = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
 
@@ -120,9 +121,8 @@ def test_conda_users_get_the_same_set():
 
 def test_make_installs_every_extra_under_the_constraints():
     makefile = (ROOT / "Makefile").read_text()
-    extras = re.search(r"^EXTRAS := (.+)$", makefile, re.MULTILINE)
-    assert extras is not None
-    assert sorted(extras[1].split(",")) == sorted(EXTRAS)
+    extras = re.findall(r"^(?:BOOK_)?EXTRAS := (.+)$", makefile, re.MULTILINE)
+    assert sorted(",".join(extras).split(",")) == sorted(EXTRAS)
     pip_lines = [line for line in makefile.splitlines() if "pip install" in line and "echo" not in line]
     assert pip_lines
     assert all("--constraint constraints.txt" in line for line in pip_lines)
@@ -160,12 +160,16 @@ def test_all_that_the_project_needs_here_is_pinned():
     if not (IN_PROJECT_VENV and sys.platform == "linux"):
         return  # other machines need other packages, and other versions may too
     seen: set[tuple[str, frozenset[str]]] = set()
+    # The book's tools come when it is first built. What they need is looked at then, by make test-book.
+    later = {Requirement(line).name for line in EXTRAS["book"]}
     todo = [r for r in [*CORE, *OPTIONAL, *BUILD] if applies(r)]
     while todo:
         requirement = todo.pop()
         name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
         if (name, extras) not in seen and not name.startswith(("cuda-", "nvidia-")):
             seen.add((name, extras))
+            if requirement.name in later and installed_version(name) is None:
+                continue
             todo += [r for r in map(Requirement, requires(name) or []) if applies(r, extras)]
     needed = {name for name, _ in seen}
     assert len(needed) > len(CORE) + len(OPTIONAL)
@@ -274,6 +278,55 @@ def test_a_failing_first_install_leaves_no_stamp(project_copy):
     assert [path.name for path in (project_copy / ".venv").iterdir()] == ["bin"]
 
 
+def book_project(project: Path, install: str) -> Path:
+    """A whole .venv, whose Python does this when pip is asked for the book's tools."""
+    pip = f'*"[book]"*) echo "$@" >>pip_calls; {install} ;;'
+    return make_venv(project, project, f'case "$*" in {pip} *sphinx*) echo "$@" >>sphinx_calls ;; esac')
+
+
+def test_make_book_adds_its_tools_once_and_builds_each_time(project_copy):
+    book_project(project_copy, "exit 0")
+    for _ in range(2):
+        result = run("make", "book", cwd=project_copy)
+        assert result.returncode == 0
+        assert result.stdout.splitlines()[-1].endswith(f"{project_copy}/book/_build/html/index.html")
+    (install,) = (project_copy / "pip_calls").read_text().splitlines()
+    assert "--constraint constraints.txt" in install
+    builds = (project_copy / "sphinx_calls").read_text().splitlines()
+    assert len(builds) == 2
+    assert all({"-W", "--keep-going", "-n"} <= set(build.split()) for build in builds)
+
+
+def test_make_book_updates_its_tools_after_the_environment(project_copy):
+    venv = book_project(project_copy, "exit 0")
+    run("make", "book", cwd=project_copy)
+    make_newer(venv / ".made")
+    assert run("make", "book", cwd=project_copy).returncode == 0
+    assert len((project_copy / "pip_calls").read_text().splitlines()) == 2
+
+
+def test_a_failing_install_of_the_books_tools_says_why_and_is_tried_again(project_copy):
+    venv = book_project(project_copy, 'echo "No network." >&2; exit 1')
+    for _ in range(2):
+        result = run("make", "book", cwd=project_copy)
+        assert result.returncode != 0
+        assert re.search(r"No network\.\n\npip could not install .* network", result.stderr, re.DOTALL)
+    assert len((project_copy / "pip_calls").read_text().splitlines()) == 2
+    assert not (project_copy / "sphinx_calls").exists()
+    assert (venv / ".made").exists()
+
+
+def test_make_without_the_book_needs_none_of_its_tools(project_copy):
+    book_project(project_copy, "exit 1")
+    assert run("make", "env", cwd=project_copy).returncode == 0
+    assert not (project_copy / "pip_calls").exists()
+
+
+def test_the_tests_of_the_books_pages_run_only_when_they_are_named(request):
+    if not any("book_site" in argument for argument in request.config.args):
+        assert not [item.nodeid for item in request.session.items if "book_site" in item.nodeid]
+
+
 def test_make_clean_removes_what_can_be_made_again_and_keeps_what_a_reader_wrote(project_copy):
     made = [".venv/bin", ".mypy_cache", ".pytest_cache", "minivllm/__pycache__", "book/_build", "dist"]
     kept = ["my/__pycache__", "my/.ipynb_checkpoints", "book/results", "notebooks"]
@@ -285,14 +338,34 @@ def test_make_clean_removes_what_can_be_made_again_and_keeps_what_a_reader_wrote
     assert all((project_copy / folder).exists() for folder in kept)
 
 
-@pytest.mark.parametrize("failing, expected", [("none", ["check", "test"]), ("check", ["check"])])
-def test_ci_runs_the_checks_then_the_tests_and_stops_at_the_first_failure(failing, expected, tmp_path):
+CI_TARGETS = ["check", "test", "test-book"]
+
+
+@pytest.mark.parametrize("failing", [*CI_TARGETS, "none"])
+def test_ci_runs_the_checks_then_the_tests_and_stops_at_the_first_failure(failing, tmp_path):
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     write_script(tmp_path / "make", 'echo "$PWD: make $*"', f'[ "$*" != {failing} ]')
+    write_script(tmp_path / "chromium", "exit 0")
     result = run(str(script), cwd=tmp_path, path=f"{tmp_path}:{os.environ['PATH']}")
+    expected = CI_TARGETS[: CI_TARGETS.index(failing) + 1] if failing in CI_TARGETS else CI_TARGETS
     assert result.stdout.splitlines() == [f"{ROOT}: make {target}" for target in expected]
     assert (result.returncode == 0) == (failing == "none")
+
+
+@pytest.mark.parametrize("user", ["0", "1000"], ids=["root", "another user"])
+@pytest.mark.parametrize("browser", ["chromium", "google-chrome", None], ids=str)
+def test_ci_installs_chromium_only_as_root_where_there_is_no_browser(browser, user, tmp_path):
+    for name in ("bash", "dirname", "sh"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    write_script(tmp_path / "make", "exit 0")
+    write_script(tmp_path / "id", f"echo {user}")
+    write_script(tmp_path / "apt-get", 'echo "apt-get $*"')
+    if browser is not None:
+        write_script(tmp_path / browser, "exit 0")
+    result = run(str(ROOT / ".ci" / "run"), cwd=tmp_path, path=str(tmp_path))
+    assert result.returncode == 0
+    assert ("install -y chromium" in result.stdout) == (browser is None and user == "0")
 
 
 def test_git_leaves_out_the_environment_and_what_a_reader_wrote():

@@ -7,12 +7,13 @@ import torch
 from oracle import hf_greedy
 
 from minivllm.decoding.generate import generate
-from minivllm.engine_args import EngineArgs, bytes_per_token
+from minivllm.engine_args import EngineArgs
 from minivllm.lab.ladder import Rung, run_rung
 from minivllm.lab.same_tokens import compare_tokens
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.size import bytes_per_token
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.params import SamplingParams

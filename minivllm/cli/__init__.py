@@ -13,7 +13,7 @@ import click
 from minivllm import __version__
 from minivllm.errors import MinivllmError
 
-_COMMANDS = ("pull", "generate", "chat", "ladder", "workload", "bench", "doctor")
+_COMMANDS = ("pull", "generate", "chat", "ladder", "workload", "bench", "doctor", "course")
 
 
 class _Commands(click.Group):

@@ -39,8 +39,20 @@ def build(root: Path) -> Iterator[Path]:
 
 
 def cells(source: str, make: Callable[[Exercise], str]) -> list[Cell]:
-    """The cells of a source, with what `make` gives of each exercise in the place of its `...`."""
-    return [_filled(cell, make) for cell in parse(source)]
+    """The cells of a source, with what `make` gives of each exercise in the place of its `...`.
+
+    Raises InvalidOption for an exercise without its place or its check.
+    """
+    found = parse(source)
+    filled = [_filled(cell, make) for cell in found]
+    checks = {cell.name: cell.text for cell in found if cell.kind == "check"}
+    for cell in found:
+        if cell.kind == "exercise" and f'course.check("{cell.name}"' not in checks.get(cell.name, ""):
+            raise InvalidOption(
+                f"Exercise {cell.name} has no check: it needs one cell `# %% [check {cell.name}]` with "
+                f'`course.check("{cell.name}", ...)`.'
+            )
+    return filled
 
 
 def _filled(cell: Cell, make: Callable[[Exercise], str]) -> Cell:

@@ -10,11 +10,18 @@ from minivllm.course.manifest import exercise
 from minivllm.errors import MinivllmError
 
 
-class ExerciseUnsolved(MinivllmError, NotImplementedError):
+class _Said(MinivllmError):
+    """An error whose message says everything: a notebook shows it without the lines of the check."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for this
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ExerciseUnsolved(_Said, NotImplementedError):
     """A stub was called: the exercise has not been answered yet."""
 
 
-class CheckFailed(MinivllmError, AssertionError):
+class CheckFailed(_Said, AssertionError):
     """An answer is not right yet: the message says what was expected and what came."""
 
 
@@ -38,20 +45,40 @@ def check(exercise_id: str, answer: Any) -> str:
 
 def expect(what: str, got: Any, expected: Any, mistakes: Mapping[str, Iterable[Any]] | None = None) -> None:
     """Raises CheckFailed unless got is expected. mistakes: name of a mistake -> what it would have given."""
-    if type(got) is type(expected) and got == expected:
+    equal = _equal(got, expected)
+    if equal and type(got) is type(expected):
         return
     message = f"{what}: expected {expected!r}, got {got!r}."
+    if equal:
+        wanted, came = type(expected).__name__, type(got).__name__
+        raise CheckFailed(f"{message} The value is right, its type is not: {wanted} is wanted, not {came}.")
     for mistake, would_give in (mistakes or {}).items():
-        if any(got == wrong for wrong in would_give):
+        if any(_equal(got, wrong) for wrong in would_give):
             message += f" It looks as if {mistake}."
             break
     raise CheckFailed(message)
 
 
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, a list and a tuple by what is in them. What cannot be compared is not."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        a, b = list(a), list(b)
+    try:
+        equal = a == b
+    except Exception:  # arrays compare item by item, and a list of them asks for one truth
+        return False
+    return isinstance(equal, bool) and equal
+
+
 def refuses(what: str, error: type[Exception], call: Callable[..., Any], *arguments: Any) -> None:
-    """Raises CheckFailed unless the call raises this error."""
+    """Raises CheckFailed unless the call raises this error; a stub's ExerciseUnsolved passes through."""
     try:
         got = call(*arguments)
+    except _Said:
+        raise
     except error:
         return
+    except Exception as other:
+        came = f"{type(other).__name__}: {other}"
+        raise CheckFailed(f"{what}: expected {error.__name__}, got {came}.") from other
     raise CheckFailed(f"{what}: expected {error.__name__}, got {got!r}. What cannot be done must be refused.")

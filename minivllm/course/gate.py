@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,9 +23,15 @@ from minivllm.course.answers import answer_source
 from minivllm.course.checking import check
 from minivllm.course.manifest import Exercise, chapters, exercise, resolve
 from minivllm.course.mutants import mutants
+from minivllm.errors import MinivllmError
 
-SECONDS = 2.0
+SECONDS = 2.0  # that a mutant has
+PATIENCE = 60.0  # that the answer itself has
 SHARE = 0.95  # of the mutants that are not equivalent
+
+
+class CheckTooSlow(MinivllmError):
+    """A check refuses, or does not finish, the right answer."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,23 @@ class Verdict:
 
 
 def gate(e: Exercise, sample: int | None = None, seed: int = 0) -> Iterator[Verdict]:
-    """Run the mutants of an exercise's answer, or a seeded sample of them."""
+    """Run the mutants of an exercise's answer, or a seeded sample of them.
+
+    First the answer itself is checked, which raises CheckTooSlow where it does not pass: a refusal would then
+    say nothing. On a busy machine a mutant has three times as long as that took.
+    """
+    began = time.monotonic()
+    if not passes(e, answer_source(e), PATIENCE):
+        raise CheckTooSlow(
+            f"The check of exercise {e.id} does not take the package's own answer within {PATIENCE} s here."
+        )
+    seconds = max(SECONDS, 3 * (time.monotonic() - began))
     equivalent = equivalents(e)
     found = [m for m in mutants(answer_source(e)) if m[0] not in equivalent]
     if sample is not None and sample < len(found):
         found = Random(f"{seed} {e.id}").sample(found, sample)
     for change, source in found:
-        yield Verdict(change, refused=not passes(e, source))
+        yield Verdict(change, refused=not passes(e, source, seconds))
 
 
 def equivalents(e: Exercise) -> dict[str, str]:
@@ -52,12 +69,12 @@ def equivalents(e: Exercise) -> dict[str, str]:
     return {change: why for (exercise_id, change), why in listed.items() if exercise_id == e.id}
 
 
-def passes(e: Exercise, source: str) -> bool:
-    """Whether the check takes this source for an answer, within SECONDS."""
+def passes(e: Exercise, source: str, seconds: float = SECONDS) -> bool:
+    """Whether the check takes this source for an answer, within so many seconds."""
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     child = context.Process(target=_run, args=(e, source))
     child.start()
-    child.join(SECONDS)
+    child.join(seconds)
     if child.is_alive():
         child.kill()
         child.join()

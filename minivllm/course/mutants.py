@@ -34,6 +34,7 @@ OPERATIONS: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
     ast.BitOr: ast.BitAnd,
     ast.BitAnd: ast.BitOr,
+    ast.BitXor: ast.BitOr,
     ast.MatMult: ast.Add,
 }
 
@@ -73,7 +74,7 @@ def _change(node: ast.AST, choice: int) -> bool:
         node.op = OPERATIONS[type(node.op)]()
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool) and choice == 0:
         node.value = not node.value
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+    elif isinstance(node, ast.Constant) and type(node.value) is int:  # a bool has one way only
         node.value += (1, -1)[choice]
     elif isinstance(node, ast.BoolOp) and choice == 0:
         node.op = ast.And() if isinstance(node.op, ast.Or) else ast.Or()

@@ -27,6 +27,7 @@ from typing import Any
 
 from minivllm.errors import InvalidOption
 
+LIKE_A_CELL = re.compile(r"\s*#\s*%%")
 CELL = re.compile(r"# %%(?: \[(?P<kind>[a-z]+)(?: (?P<name>[a-z0-9.-]+))?\])?")
 MAGIC = "%matplotlib inline"
 # kind -> what its name must look like; None: it has none
@@ -39,6 +40,8 @@ KINDS = {
     "exercise": r"\d+\.\d+",
     "check": r"\d+\.\d+",
 }
+
+QUOTED = ("code", "compare", "figure")  # their names are shown, as the text refers to them
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,25 @@ def parse(source: str) -> list[Cell]:
     cells: list[Cell] = []
     lines: list[str] = []
     head: re.Match[str] | None = None
-    for number, line in enumerate([*source.splitlines(), "# %%"], start=1):
-        if not line.startswith("# %%"):
+    begun = 1
+    for number, line in enumerate([*source.split("\n"), "# %%"], start=1):
+        if not LIKE_A_CELL.match(line):
             lines.append(line)
             continue
         if head is None and any(text.strip() for text in lines):
             raise InvalidOption("Line 1 stands before the first cell; begin the file with `# %%`.")
         if head is not None:
             cells.append(_cell(head, lines))
-        head, lines = CELL.fullmatch(line.rstrip()), []
+            if not cells[-1].text.strip() and cells[-1].kind not in ("markdown", "code"):
+                raise InvalidOption(
+                    f"Line {begun} begins a cell of kind {cells[-1].kind} with nothing in it."
+                )
+        head, lines, begun = CELL.fullmatch(line.rstrip()), [], number
         if head is None or (head["kind"] or "code") not in KINDS:
-            raise InvalidOption(f"Line {number} begins no cell: {line!r}. Kinds are {', '.join(KINDS)}.")
+            raise InvalidOption(
+                f"Line {number} begins no cell: {line!r}. That takes `# %%` at the start of the line, and "
+                f"one of the kinds {', '.join(KINDS)}."
+            )
         if re.fullmatch(KINDS[head["kind"] or "code"] or "", head["name"] or "") is None:
             raise InvalidOption(
                 f"Line {number}: {head['name']!r} is no name for a cell of this kind. Exercises and checks "
@@ -85,7 +96,7 @@ def _cell(head: re.Match[str], lines: list[str]) -> Cell:
     if kind == "markdown":
         lines = [re.sub(r"^# ?", "", line) for line in lines]
     else:
-        lines = [MAGIC if line == f"# {MAGIC}" else line for line in lines]
+        lines = [MAGIC if line.rstrip() == f"# {MAGIC}" else line for line in lines]
     if kind == "figure":
         said = [line.removeprefix("#|").strip() for line in lines if line.startswith("#|")]
         alt = " ".join(said).removeprefix("alt:").strip()
@@ -106,7 +117,10 @@ def notebook(cells: Iterable[Cell]) -> Any:
         seen[digest] += 1
         name = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
         new = v4.new_markdown_cell if cell.kind == "markdown" else v4.new_code_cell
-        made.append(new(cell.text, id=name, metadata=_metadata(cell)))
+        quoted = cell.name and cell.kind in QUOTED
+        made.append(
+            new(f"# [{cell.name}]\n{cell.text}" if quoted else cell.text, id=name, metadata=_metadata(cell))
+        )
     about: dict[str, Any] = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -75,12 +75,23 @@ def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> t
     scaled = logits.double()
     scaled = (scaled - scaled.max(dim=-1, keepdim=True).values) / column([p.temperature for p in params])
     probs, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[-1], device=logits.device)
-    probs = probs * (probs >= column([p.min_p for p in params]) * probs[:, :1])
-    probs = probs * (rank < column([p.top_k if p.top_k > 0 else probs.shape[-1] for p in params]))
+    keep_all = probs.shape[-1]
+    top_k = column([p.top_k if p.top_k > 0 else keep_all for p in params])
+    return cut_tail(probs, top_k, column([p.top_p for p in params]), column([p.min_p for p in params])), order
+
+
+def cut_tail(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set to 0 the probabilities that min-p, then top-k, then top-p cut off; the others stay as they are.
+
+    probs [num_seqs, vocab_size], each row from high to low; top_k, top_p, min_p [num_seqs, 1]. min-p keeps
+    what is at least min_p times the row's first; top-k the first top_k. top-p looks at what is left by
+    then: it keeps a token when those before it sum to less than top_p of that rest, so the first always.
+    """
+    probs = probs * (probs >= min_p * probs[:, :1])
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    probs = probs * (rank < top_k)
     before = probs.cumsum(dim=-1) - probs
-    probs = probs * (before < column([p.top_p for p in params]) * probs.sum(dim=-1, keepdim=True))
-    return probs, order
+    return probs * (before < top_p * probs.sum(dim=-1, keepdim=True))
 
 
 def top_logprobs(logits: Tensor, token: int, k: int) -> dict[int, Logprob]:

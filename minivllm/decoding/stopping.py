@@ -31,8 +31,20 @@ def finish_reason(
     return "length" if len(output_token_ids) >= max_tokens else None
 
 
+def longest_beginning(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of the text with which a stop string begins, without being all of it."""
+    longest = max((len(s) for s in stop), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-length:]) for s in stop):
+            return length
+    return 0
+
+
 class StopStrings:
     """The text of one sequence as it may be shown, with stop strings looked for.
+
+    stop: the stop strings. text: what may be shown. held: the end of what has come, which is kept back
+    because a stop string may begin with it.
 
     Invariant: `text` never holds a stop string, nor the beginning of one that might still come.
     """
@@ -40,32 +52,26 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]):
         self.stop = stop
         self.text = ""
-        self._held = ""  # could be the beginning of a stop string
+        self.held = ""
 
     def add(self, piece: str, *, may_stop: bool = True) -> str | None:
-        """Take a piece of text. Returns the stop string that it completes, the one that begins first.
+        """Take a piece of text. Returns the stop string that it completes, or None; text and held follow.
 
-        While may_stop is False nothing stops, and nothing of this piece can be part of a later stop.
+        Of several it is the one that begins first, of those the shorter; text then ends before it, and
+        nothing is held. While may_stop is False nothing stops, and nothing of this piece can be part of a
+        later stop.
         """
-        pending = self._held + piece
+        pending = self.held + piece
         found = [(at, s) for s in self.stop if (at := pending.find(s)) >= 0] if may_stop else []
         if found:
             at, stop = min(found, key=lambda pair: (pair[0], len(pair[1])))
-            self.text, self._held = self.text + pending[:at], ""
+            self.text, self.held = self.text + pending[:at], ""
             return stop
-        keep = self._beginning_at_end_of(pending) if may_stop else 0
+        keep = longest_beginning(pending, self.stop) if may_stop else 0
         self.text += pending[: len(pending) - keep]
-        self._held = pending[len(pending) - keep :]
+        self.held = pending[len(pending) - keep :]
         return None
 
     def flush(self) -> None:
         """The sequence has ended for another reason: what was held back is text."""
-        self.text, self._held = self.text + self._held, ""
-
-    def _beginning_at_end_of(self, text: str) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
-        longest = max((len(s) for s in self.stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self.stop):
-                return length
-        return 0
+        self.text, self.held = self.text + self.held, ""

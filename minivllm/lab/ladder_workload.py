@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minivllm.engine_args import bytes_per_token
 from minivllm.lab.workload import WorkloadRequest, make_workload
 from minivllm.memory.buddy import BuddyAllocator
+from minivllm.memory.size import bytes_per_token
 from minivllm.model.decoder import Decoder
 from minivllm.model.tokenizer import Tokenizer
 
@@ -29,12 +29,17 @@ TEXT = (
 )
 
 
-def default_requests(tokenizer: Tokenizer, n: int = NUM_REQUESTS) -> list[WorkloadRequest]:
+def default_requests(
+    tokenizer: Tokenizer, n: int = NUM_REQUESTS, seed: int = LENGTHS["seed"]
+) -> list[WorkloadRequest]:
     """n requests: passages of TEXT that begin where a word does, with log-normal lengths of 24 tokens in and
-    16 out on average, short enough that recomputing them all takes half a minute on two cores."""
+    16 out on average, short enough that recomputing them all takes half a minute on two cores.
+
+    seed: of the lengths.
+    """
     words = TEXT.split(" ")
     requests = []
-    for number, request in enumerate(make_workload(n, **LENGTHS)):
+    for number, request in enumerate(make_workload(n, **{**LENGTHS, "seed": seed})):
         begin = 29 * number % len(words)
         tokens = tokenizer.encode(" ".join([*words[begin:], *words]))
         length = len(request.token_ids)

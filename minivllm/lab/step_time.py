@@ -1,4 +1,4 @@
-"""Above the chapters: the time of one more token, by the length of the sequence so far, with one memory."""
+"""Above the chapters: the time of one step: of one more token with one memory, or of any work at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from minivllm.memory.naive_store import NaiveStore
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
@@ -35,3 +36,29 @@ def time_step(
         seconds.append(time.perf_counter() - start)
         num_computed = end if store.keeps_kv else 0
     return statistics.median(seconds)
+
+
+@torch.inference_mode()
+def time_work(model: Decoder, work: Sequence[tuple[int, int]], repeats: int = 3) -> float:
+    """Seconds of one step with this work: (new tokens, tokens already in memory) of each sequence.
+
+    The median of some steps after one that is not counted. Memory is the naive kind; a sequence that has
+    tokens in it grows a little with every step. All tokens are token 5: which they are does not matter.
+    """
+    store = NaiveStore()
+    lengths = [computed for _, computed in work]
+    for seq_id, computed in enumerate(lengths):
+        if computed:
+            model(Batch.pack([(seq_id, [5] * computed, 0)], model.device), store)
+    seconds = []
+    for _ in range(repeats + 1):
+        step = [(i, [5] * new, lengths[i]) for i, (new, _) in enumerate(work)]
+        start = time.perf_counter()
+        model(Batch.pack(step, model.device), store).argmax().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        for i, (new, computed) in enumerate(work):
+            if computed:
+                lengths[i] += new
+            else:
+                store.free(i)
+    return statistics.median(seconds[1:])

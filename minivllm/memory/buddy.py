@@ -44,12 +44,21 @@ class BuddyAllocator:
         """Free slots in runs of any length."""
         return sum(length * len(starts) for length, starts in self._free.items())
 
+    @property
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(start, length) of every free run, in order of start."""
+        return sorted((start, length) for length, starts in self._free.items() for start in starts)
+
     def held(self, start: int) -> int:
         """Length of the run in use that begins at start."""
         return self._held[start]
 
     def allocate(self, n: int) -> int:
-        """The start of a run of run_length(n) slots, the shortest that fits. Raises OutOfMemory."""
+        """Take a run of run_length(n) slots; returns its start. Raises OutOfMemory, and changes nothing.
+
+        It comes from the shortest free run that is long enough, of several the one with the lowest start.
+        That one is halved until it fits: the left half is kept, each right half is free.
+        """
         wanted = self.run_length(n)
         fitting = [length for length, starts in self._free.items() if starts and length >= wanted]
         if not fitting:
@@ -67,7 +76,10 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Give back the run that begins at start. Raises KeyError for one that is not in use."""
+        """Give back the run that begins at start. Raises KeyError for one that is not in use.
+
+        While its buddy, the other half of the run that both were cut from, is free, the two become one again.
+        """
         length = self._held.pop(start)
         while (buddy := start ^ length) in self._free.get(length, ()):
             self._free[length].remove(buddy)
@@ -76,8 +88,7 @@ class BuddyAllocator:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where runs overlap, slots are lost, or two free buddies stay apart."""
-        runs = [(start, length) for length, starts in self._free.items() for start in starts]
-        at = 0
+        runs, at = self.free_runs, 0
         for start, length in sorted([*runs, *self._held.items()]):
             assert start == at, "a slot is lost or given twice"
             assert start % length == 0, "a run does not begin at a multiple of its length"

@@ -6,7 +6,7 @@ baselines of the PagedAttention paper (Kwon et al., SOSP '23, section 6.1), for 
 to come, and a longest context of 2,048:
 
     max       2,048     the longest that could be
-    pow2      100 + 64  the true output length, rounded up to a power of two
+    pow2      100 + 64  the true output length, rounded up to a power of two; in all, not above max
     oracle    100 + 50  the true output length, which no real system knows
 
 The buddy allocator rounds each reservation up to a power of two once more.
@@ -24,7 +24,9 @@ from minivllm.memory.manager import SequenceMemory, Snapshot
 # policy -> slots to reserve, from (prompt_len, output_len, max_model_len)
 RESERVATIONS: dict[str, Callable[[int, int, int], int]] = {
     "max": lambda prompt_len, output_len, max_model_len: max_model_len,
-    "pow2": lambda prompt_len, output_len, max_model_len: prompt_len + BuddyAllocator.run_length(output_len),
+    "pow2": lambda prompt_len, output_len, max_model_len: min(
+        prompt_len + BuddyAllocator.run_length(output_len), max_model_len
+    ),
     "oracle": lambda prompt_len, output_len, max_model_len: prompt_len + output_len,
 }
 
@@ -39,10 +41,14 @@ class ContiguousSequenceMemory(SequenceMemory):
 
 @dataclass(frozen=True)
 class ContiguousSnapshot(Snapshot):
-    """The state of a contiguous memory. largest_free_run: the longest run that could be handed out."""
+    """The state of a contiguous memory. largest_free_run: the longest run that could be handed out.
+
+    free_runs: (start, length) of every free run, in order of start.
+    """
 
     sequences: tuple[ContiguousSequenceMemory, ...]
     largest_free_run: int = 0
+    free_runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,8 @@ class ContiguousManager:
             )
             for i, start in self._start.items()
         )
-        largest = self._allocator.largest_free_run
-        return ContiguousSnapshot(self.num_slots, self.bytes_per_token, sequences, largest)
+        largest, free = self._allocator.largest_free_run, tuple(self._allocator.free_runs)
+        return ContiguousSnapshot(self.num_slots, self.bytes_per_token, sequences, largest, free)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where runs, reservations and tokens disagree."""

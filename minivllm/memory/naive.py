@@ -34,13 +34,16 @@ class NaiveManager:
         return n - self._tokens.get(seq_id, 0) <= self.num_slots - self._held
 
     def allocate(self, seq_id: int, n: int) -> None:
-        """Let sequence seq_id have n tokens in all; it never shrinks. Raises OutOfMemory."""
+        """Let sequence seq_id have n tokens in all; it never shrinks. Raises OutOfMemory and changes nothing.
+
+        self._tokens maps a sequence's id to the tokens it has; self._held is the sum of all of them.
+        """
+        before = self._tokens.get(seq_id, 0)
         if not self.can_allocate(seq_id, n):
             raise OutOfMemory(
-                f"Sequence {seq_id} needs room for {n} tokens and has {self._tokens.get(seq_id, 0)}; "
+                f"Sequence {seq_id} needs room for {n} tokens and has {before}; "
                 f"of {self.num_slots} slots {self.snapshot().free} are free. Free another sequence first."
             )
-        before = self._tokens.get(seq_id, 0)
         self._tokens[seq_id] = max(n, before)
         self._held += self._tokens[seq_id] - before
 

@@ -23,7 +23,14 @@ class NaiveStore:
         self._kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (seq_id, layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Join the new keys and values to the old ones, then attend over all of them."""
+        """Join the new keys and values to the old ones, then attend over all of them; q's shape.
+
+        q [num_tokens, num_heads, head_dim]; k, v [num_tokens, num_kv_heads, head_dim]. Iterating over the
+        batch gives (seq_id, start, end, seq_len): rows start to end are a sequence's newest, and seq_len is
+        how many tokens it has with them. self._kv maps (seq_id, layer) to its keys and values of earlier
+        steps. Nothing kept is a view of k or v. Raises ValueError where a sequence's rows do not add up to
+        seq_len; what it had is kept.
+        """
         out = torch.empty_like(q)
         for seq_id, start, end, seq_len in batch:
             keys, values = k[start:end], v[start:end]

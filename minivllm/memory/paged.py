@@ -63,13 +63,17 @@ class PagedManager:
         """Whether n tokens fit when nothing else is there."""
         return num_blocks_for(n, self.block_size) <= self.pool.num_blocks
 
+    def num_missing_blocks(self, seq_id: int, n: int) -> int:
+        """Blocks that sequence seq_id lacks for n tokens in all; 0 where it has enough."""
+        return max(0, num_blocks_for(n, self.block_size) - len(self._tables.get(seq_id, ())))
+
     def can_allocate(self, seq_id: int, n: int) -> bool:
         """Whether sequence seq_id can have n tokens in all now."""
-        return self._missing_blocks(seq_id, n) <= self.pool.num_free_blocks
+        return self.num_missing_blocks(seq_id, n) <= self.pool.num_free_blocks
 
     def allocate(self, seq_id: int, n: int) -> None:
         """Let sequence seq_id have n tokens in all; it never shrinks. Raises OutOfBlocks."""
-        missing = self._missing_blocks(seq_id, n)
+        missing = self.num_missing_blocks(seq_id, n)
         if missing > self.pool.num_free_blocks:
             raise OutOfBlocks(
                 f"Sequence {seq_id} needs {missing} more blocks of {self.block_size} for {n} tokens; "
@@ -101,6 +105,3 @@ class PagedManager:
         self.pool.check_integrity([block for table in self._tables.values() for block in table])
         for seq_id, table in self._tables.items():
             assert len(table) == num_blocks_for(self._num_tokens[seq_id], self.block_size)
-
-    def _missing_blocks(self, seq_id: int, n: int) -> int:
-        return max(0, num_blocks_for(n, self.block_size) - len(self._tables.get(seq_id, ())))

@@ -30,6 +30,27 @@ class SequenceSlice(NamedTuple):
     seq_len: int
 
 
+def lay_out(
+    sequences: Sequence[tuple[int, Sequence[int], int]],
+) -> tuple[list[int], list[int], list[SequenceSlice]]:
+    """Lay sequences out in one row: (token ids, positions, a slice for each sequence).
+
+    sequences: (seq_id, new token ids, tokens already in memory), in the order of the row. A new token's
+    position counts from the start of its own sequence, so it goes on where memory ends. A slice says in
+    which rows the sequence's new tokens stand, start to end (not included), and how many tokens it has
+    with them: seq_len.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slices: list[SequenceSlice] = []
+    for seq_id, new_tokens, num_computed in sequences:
+        start, seq_len = len(tokens), num_computed + len(new_tokens)
+        tokens.extend(new_tokens)
+        positions.extend(range(num_computed, seq_len))
+        slices.append(SequenceSlice(seq_id, start, len(tokens), seq_len))
+    return tokens, positions, slices
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's input. All tensors are on the model's device.
@@ -56,18 +77,12 @@ class Batch:
         Each sequence needs at least one new token, and an id of its own. Logits are asked for at the
         last token of each.
         """
-        slices: list[SequenceSlice] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        for seq_id, new_tokens, num_computed in sequences:
+        for seq_id, new_tokens, _ in sequences:
             if not new_tokens:
                 raise ValueError(
                     f"Sequence {seq_id} has no new token in this step; leave it out of the batch."
                 )
-            start, end = len(tokens), len(tokens) + len(new_tokens)
-            tokens.extend(new_tokens)
-            positions.extend(range(num_computed, num_computed + len(new_tokens)))
-            slices.append(SequenceSlice(seq_id, start, end, num_computed + len(new_tokens)))
+        tokens, positions, slices = lay_out(sequences)
         if len({s.seq_id for s in slices}) < len(slices):
             raise ValueError("A sequence id stands twice in this step; give all its new tokens at once.")
 

@@ -49,7 +49,11 @@ def rotary_table(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of x [num_tokens, num_heads, head_dim] by its angle."""
+    """Turn each pair of numbers of x [num_tokens, num_heads, head_dim] by its angle; x stays as it is.
+
+    Pair i is (x[..., i], x[..., i + head_dim / 2]); the cosine and sine of its angle at each token are in
+    cos and sin [num_tokens, 1, head_dim / 2]. A pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
