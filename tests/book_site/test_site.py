@@ -95,7 +95,7 @@ def test_a_term_is_found_where_it_is_defined_and_where_a_chapter_uses_it(site):
 
 
 def test_a_term_that_no_chapter_uses_is_found_where_it_is_defined(site):
-    assert places(site, "Logits") == ["*book/glossary.html#logits"]
+    assert places(site, "Swapping") == ["*book/glossary.html#swapping"]
 
 
 def test_the_index_has_nothing_but_terms_and_code(site):
