@@ -24,6 +24,7 @@ Run: TypeAlias = tuple[int, int]  # start, length
 
 
 def power_at_or_above(n: int) -> int:
+    """The least power of two that is not below n, by doubling."""
     power = 1
     while power < n:
         power *= 2
@@ -69,6 +70,7 @@ class PlainRuns:
         return min(fitting)[::-1] if fitting else None
 
     def take(self, wanted: int) -> int:
+        """Split the shortest run that fits, as a list would; returns its start."""
         start, length = self.source(wanted) or (0, 0)
         self.free.remove((start, length))
         while length > wanted:
