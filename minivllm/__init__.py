@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minivllm.llm import LLM as LLM
+    from minivllm.params import BeamSearchParams as BeamSearchParams
     from minivllm.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-_HOME = {"LLM": "minivllm.llm", "SamplingParams": "minivllm.params"}
-__all__ = ["LLM", "SamplingParams", "__version__"]
+_HOME = {
+    "LLM": "minivllm.llm",
+    "SamplingParams": "minivllm.params",
+    "BeamSearchParams": "minivllm.params",
+}
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,48 +7,35 @@ take the tokens. It prints nothing, measures nothing and draws nothing: after ea
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from minivllm.decoding.beam_search import advance
+from minivllm.decoding.beams import BeamSearch
 from minivllm.decoding.penalties import adjust
 from minivllm.decoding.sampler import sample, top_logprobs
 from minivllm.errors import EngineBusy, InvalidLogits, OutOfMemory
 from minivllm.interrupt import Shield
 from minivllm.memory.manager import KVManager
+from minivllm.memory.sharing_store import SharingStore
 from minivllm.memory.store import KVStore
+from minivllm.memory.swap_store import SwapStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
-from minivllm.scheduling.continuous import ContinuousScheduler, SchedulerOutput
+from minivllm.params import SamplingParams
+from minivllm.scheduling.continuous import ContinuousScheduler
+from minivllm.scheduling.plan import ScheduledSequence, SchedulerOutput
 from minivllm.scheduling.request import Request
+from minivllm.scheduling.sequence import Sequence
+from minivllm.step import ScheduledRequest, Step
 
-
-class ScheduledRequest(NamedTuple):
-    """A request's part in one step: it had num_computed_tokens in memory and computes num_new_tokens."""
-
-    request_id: int
-    num_computed_tokens: int
-    num_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did; start and end in seconds on the engine's clock.
-
-    scheduled: who took part, in batch order. preempted: ids that lost their memory in this step.
-    waiting: ids that had to wait, in the order of the queue.
-    """
-
-    index: int
-    start: float
-    end: float
-    scheduled: tuple[ScheduledRequest, ...]
-    preempted: tuple[int, ...] = ()
-    waiting: tuple[int, ...] = ()
+Beams: TypeAlias = dict[int, list[tuple[int, int]]]  # request id -> (row of the parent, token) of each beam
 
 
 class Engine:
@@ -89,11 +76,23 @@ class Engine:
         """Whether any request is waiting or running."""
         return self.scheduler.has_unfinished()
 
-    def finish(self, request: Request, reason: str, stop_reason: str | None = None) -> None:
-        """End a request wherever it stands; one that has ended stays as it is."""
+    def finish(
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: str | None = None,
+        sequence: Sequence | None = None,
+    ) -> None:
+        """End a request wherever it stands, or one sequence of it; what has ended stays as it is.
+
+        Raises EngineBusy for a single sequence in the middle of a step.
+        """
+        if sequence is not None and self._in_step:
+            raise EngineBusy("In the middle of a step only a whole request can be ended.")
         with self.shield:
-            self.scheduler.finish(request, reason, stop_reason)
-            self.store.free(request.request_id)
+            ended = request.live if sequence is None else [sequence]
+            self.scheduler.finish(request, reason, stop_reason, sequence)
+            self._let_go(ended)
 
     def step(self) -> list[Request]:
         """Give each scheduled request one more token; returns them, also those that end with it.
@@ -115,16 +114,16 @@ class Engine:
         start = self.clock()
         plan = self.scheduler.schedule()
         for request in plan.preempted:
-            self.store.free(request.request_id)
+            self._let_go(request.live)
         if not plan.scheduled:
             assert not self.scheduler.has_unfinished(), "requests wait, and none of them can run"
             return []
-        chance = [request.generator.getstate() for request, _ in plan.scheduled]
+        state = [(request, *_chance(request)) for request in _sampled(plan)]
         try:
             with self.shield.lowered():
-                tokens = self._compute(plan)
+                tokens, beams = self._compute(plan)
         except BaseException as error:
-            self._undo(plan, chance)
+            self._undo(plan, state)
             self._explain(plan, error)
             raise
         end = self.clock()
@@ -133,66 +132,145 @@ class Engine:
                 with self.shield.lowered():
                     self.on_step(self._describe(plan, start, end))
         finally:  # whatever a listener does, no token is lost
-            self._take(plan, tokens, start, end)
-        return [request for request, _ in plan.scheduled]
+            self._take(plan, tokens, beams, start, end)
+        return _sampled(plan)
 
-    def _take(self, plan: SchedulerOutput, tokens: dict[int, int], start: float, end: float) -> None:
+    def _take(
+        self, plan: SchedulerOutput, tokens: dict[int, int], beams: Beams, start: float, end: float
+    ) -> None:
         self.num_steps += 1
-        for request, _ in plan.scheduled:
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = start
+        for part in plan.scheduled:
+            if part.request.metrics.first_scheduled_time is None:
+                part.request.metrics.first_scheduled_time = start
+        for request in _sampled(plan):
             if request.finish_reason is None:
                 request.metrics.token_times.append(end)
             else:  # aborted by a listener: it does not get this step's token
-                del request.logprobs[len(request.output_token_ids) :]
-        for request in self.scheduler.update(plan, tokens):
-            self.store.free(request.request_id)
+                _cut_logprobs(request)
+        for request in self.scheduler.update(plan, tokens, beams):
+            self._let_go(request.sequences)
         if not self.store.keeps_kv:
-            for request, _ in plan.scheduled:
-                request.num_computed_tokens = 0
+            for part in plan.scheduled:
+                part.sequence.num_computed_tokens = 0
 
     @torch.inference_mode()
-    def _compute(self, plan: SchedulerOutput) -> dict[int, int]:
-        """One token for each scheduled request, by its id."""
-        requests = [request for request, _ in plan.scheduled]
-        new = [(r.request_id, r.new_token_ids(), r.num_computed_tokens) for r in requests]
-        batch = self.place(Batch.pack(new, self.model.device))
-        logits = self.model(batch, self.store)
-        params = [r.params for r in requests]
-        prompts, outputs = [r.prompt_token_ids for r in requests], [r.output_token_ids for r in requests]
+    def _compute(self, plan: SchedulerOutput) -> tuple[dict[int, int], Beams]:
+        """Move blocks, run the model, and choose: a token by sequence id, new beams by request id."""
+        if isinstance(self.store, SwapStore):
+            self.store.swap_out(plan.swap_out)
+            self.store.swap_in(plan.swap_in)
+        if isinstance(self.store, SharingStore):
+            self.store.copy_blocks(plan.block_copies)
+        new = [
+            (part.sequence.seq_id, part.new_token_ids(), part.sequence.num_computed_tokens)
+            for part in plan.scheduled
+        ]
+        batch = Batch.pack(new, self.model.device)
+        rows = [row for row, part in enumerate(plan.scheduled) if part.samples]
+        if len(rows) < len(new):
+            batch = replace(batch, logits_indices=batch.logits_indices[rows])
+        logits = self.model(self.place(batch), self.store)
+        parts = [plan.scheduled[row] for row in rows]
+        return self._sample(parts, logits), self._search(parts, logits)
+
+    def _sample(self, parts: list[ScheduledSequence], logits: Tensor) -> dict[int, int]:
+        """The next token of every sequence that is sampled; several may draw from one row of logits."""
+        drawn: list[tuple[int, Request, SamplingParams, Sequence]] = []
+        for row, (request, _, _, samples) in enumerate(parts):
+            if isinstance(request.params, SamplingParams):
+                drawn += [(row, request, request.params, sequence) for sequence in samples]
+        if not drawn:
+            return {}
+        rows, requests, params, sequences = zip(*drawn, strict=True)
+        if rows != tuple(range(len(logits))):
+            logits = logits[list(rows)]
+        prompts, outputs = [r.prompt_token_ids for r in requests], [s.output_token_ids for s in sequences]
         adjusted = adjust(logits, params, prompts, outputs, self.model.config.eos_token_ids)
-        tokens = sample(adjusted, params, [r.generator for r in requests])
-        self._keep_logprobs(requests, logits, tokens)
-        return {r.request_id: token for r, token in zip(requests, tokens, strict=True)}
+        try:
+            tokens = sample(adjusted, params, [sequence.generator for sequence in sequences])
+        except InvalidLogits as error:
+            error.request_id = requests[error.row].request_id
+            raise
+        for row, (p, sequence, token) in enumerate(zip(params, sequences, tokens, strict=True)):
+            if p.logprobs is not None:
+                sequence.logprobs.append(top_logprobs(logits[row], token, p.logprobs))
+        return {sequence.seq_id: token for sequence, token in zip(sequences, tokens, strict=True)}
 
-    def _keep_logprobs(self, requests: list[Request], logits: Tensor, tokens: list[int]) -> None:
-        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            if request.params.logprobs is not None:
-                request.logprobs.append(top_logprobs(logits[row], token, request.params.logprobs))
+    def _search(self, parts: list[ScheduledSequence], logits: Tensor) -> Beams:
+        """How every beam search goes on, from the rows of its live beams."""
+        rows: dict[Request, list[int]] = {}
+        for row, part in enumerate(parts):
+            if part.request.search is not None:
+                rows.setdefault(part.request, []).append(row)
+        beams: Beams = {}
+        for request, own in rows.items():
+            assert request.search is not None
+            try:
+                beams[request.request_id] = advance(request.search, logits[own])
+            except InvalidLogits as error:
+                error.request_id = request.request_id
+                raise
+        return beams
 
-    def _undo(self, plan: SchedulerOutput, chance: list[Any]) -> None:
-        """As if the step had never begun: no keys, no log-probabilities, no number drawn."""
-        for (request, _), state in zip(plan.scheduled, chance, strict=True):
-            self.store.free(request.request_id)
-            del request.logprobs[len(request.output_token_ids) :]
-            request.generator.setstate(state)
-        self.scheduler.take_back()
+    def _undo(self, plan: SchedulerOutput, state: list[tuple[Request, list[Any], Any]]) -> None:
+        """As if the step had never begun: no keys, no log-probabilities, no number drawn, no beam chosen."""
+        for part in plan.scheduled:
+            self._let_go([part.sequence])
+        for request, chance, search in state:
+            _cut_logprobs(request)
+            for sequence, drawn in zip(request.live, chance, strict=False):
+                sequence.generator.setstate(drawn)
+            request.search = search
+        self.scheduler.take_back(plan)
 
     def _explain(self, plan: SchedulerOutput, error: BaseException) -> None:
         """Raise the project's own error where there is one."""
         if isinstance(error, InvalidLogits):
-            request = plan.scheduled[error.row][0]
+            request = next(
+                part.request for part in plan.scheduled if part.request.request_id == error.request_id
+            )
             self.finish(request, "abort")
             message = f"Request {request.request_id} was ended. {error}"
             raise InvalidLogits(message, error.row, request.request_id) from error
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(
-                f"The device has no memory left for a step of {sum(n for _, n in plan.scheduled)} tokens. "
+                f"The device has no memory left for a step of {plan.num_tokens} tokens. "
                 "Lower max_num_seqs or kv_cache_memory_bytes."
             ) from error
 
+    def _let_go(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.store.free(sequence.seq_id)
+
     def _describe(self, plan: SchedulerOutput, start: float, end: float) -> Step:
-        scheduled = (ScheduledRequest(r.request_id, r.num_computed_tokens, n) for r, n in plan.scheduled)
+        scheduled = (
+            ScheduledRequest(
+                part.request.request_id,
+                part.sequence.num_computed_tokens,
+                part.num_new_tokens,
+                len(part.samples),
+                (part.sequence.seq_id - part.request.request_id) >> 32,
+            )
+            for part in plan.scheduled
+        )
         preempted = (r.request_id for r in plan.preempted)
         waiting = (r.request_id for r in self.scheduler.waiting)
-        return Step(self.num_steps, start, end, tuple(scheduled), tuple(preempted), tuple(waiting))
+        moved = len(plan.swap_out), len(plan.swap_in), len(plan.block_copies)
+        return Step(self.num_steps, start, end, tuple(scheduled), tuple(preempted), tuple(waiting), *moved)
+
+
+def _sampled(plan: SchedulerOutput) -> list[Request]:
+    """The requests that get a token in a step, in batch order."""
+    return list(dict.fromkeys(part.request for part in plan.scheduled if part.samples))
+
+
+def _chance(request: Request) -> tuple[list[Any], BeamSearch | None]:
+    """What a step may change of a request before it is taken: where its generators stand, and its search."""
+    if not isinstance(request.params, SamplingParams) or request.params.greedy:
+        return [], copy.copy(request.search)
+    return [sequence.generator.getstate() for sequence in request.live], None
+
+
+def _cut_logprobs(request: Request) -> None:
+    for sequence in request.sequences:
+        del sequence.logprobs[len(sequence.output_token_ids) :]

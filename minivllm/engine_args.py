@@ -1,4 +1,4 @@
-"""Above the chapters: the options of an engine: which go together, what they default to, what they build.
+"""Above the chapters: the options of an engine: which go together, and what they default to.
 
 A default follows from the cache; so only an option that the caller set, and that this cache cannot have,
 is refused. Names are vLLM's wherever vLLM has one.
@@ -6,7 +6,6 @@ is refused. Names are vLLM's wherever vLLM has one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -16,30 +15,35 @@ import psutil
 import torch
 
 from minivllm import kernels
-from minivllm.engine import Engine, Step
 from minivllm.errors import InvalidOption
-from minivllm.memory.contiguous import RESERVATIONS, ContiguousManager
-from minivllm.memory.contiguous_store import ContiguousBatch, ContiguousStore
-from minivllm.memory.manager import KVManager, RecomputeManager
-from minivllm.memory.naive import NaiveManager
-from minivllm.memory.naive_store import NaiveStore
-from minivllm.memory.paged import PagedManager, num_blocks_for
-from minivllm.memory.paged_store import PagedBatch, PagedStore
+from minivllm.memory.contiguous import RESERVATIONS
+from minivllm.memory.paged import num_blocks_for
+from minivllm.memory.prefix_cache import INDEXES
 from minivllm.memory.size import bytes_per_token
-from minivllm.memory.store import KVStore, RecomputeStore
-from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
+from minivllm.scheduling.chunked import ChunkedScheduler
 from minivllm.scheduling.continuous import ContinuousScheduler
+from minivllm.scheduling.queue import POLICIES
 from minivllm.scheduling.static import StaticScheduler
 
 CACHES = ("recompute", "naive", "contiguous", "paged")
-SCHEDULERS = {"static": StaticScheduler, "continuous": ContinuousScheduler}
+SCHEDULERS: dict[str, type[ContinuousScheduler]] = {
+    "static": StaticScheduler,
+    "continuous": ContinuousScheduler,
+    "chunked": ChunkedScheduler,
+}
+PREEMPTIONS = ("recompute", "swap")
+CHUNKED_ONLY = ("max_num_batched_tokens", "long_prefill_token_threshold", "prefer_prefill")
 # option -> the caches that can have it; options that are not here go with every cache
 ONLY_FOR = {
     "attention": ("paged",),
     "block_size": ("paged",),
     "num_blocks": ("paged",),
     "reservation": ("contiguous",),
+    "sharing": ("paged",),
+    "prefix_cache": ("paged",),
+    "enable_prefix_caching": ("paged",),
+    "swap_space": ("paged",),
     "watermark": ("naive", "paged"),
 }
 GIB = 2**30
@@ -50,7 +54,7 @@ class EngineArgs:
     """The options of an engine; None means the default for this cache and device.
 
     cache: "recompute" | "naive" | "contiguous" | "paged".
-    scheduler: "static" | "continuous" (default).
+    scheduler: "static" | "continuous" | "chunked"; paged memory has the last by default, others the second.
     attention: how paged attention is computed: "torch".
     kv_cache_memory_bytes: the memory for keys and values, for every cache. By default min(4 GiB, a quarter
         of the free RAM) on a CPU, and on CUDA what gpu_memory_utilization leaves; never more than
@@ -59,11 +63,20 @@ class EngineArgs:
     block_size: paged: tokens in a block; 16. num_blocks: paged: overrides the budget.
     reservation: contiguous: "max" (default) | "pow2" | "oracle"; the last two take max_tokens for the true
         output length, which holds where no stop ends a request early.
-    preemption: "recompute". scheduling_policy: "fcfs", first come first served.
+    sharing: paged: whether the sequences of one prompt share blocks; True. Without it each has its own, which
+        shows what sharing saves.
+    prefix_cache: paged: "hash" | "radix": find computed prefixes again; by default not.
+        enable_prefix_caching: True means "hash".
+    preemption: "recompute" | "swap" (paged): what becomes of a request that must make room. swap_space: bytes
+        of CPU memory for the blocks of such requests; when it is full, they are computed again.
+    scheduling_policy: "fcfs", first come first served, or "priority": the lower number first.
     watermark: naive, paged: share of the memory to leave free when a request is admitted, rounded up to
         whole blocks; 0.01.
     max_model_len: most tokens of prompt and output together; the model's own limit.
-    max_num_seqs: most requests that run at once.
+    max_num_seqs: most sequences that run at once.
+    max_num_batched_tokens: chunked: most tokens in a step; 512 on a CPU and 2048 elsewhere, and at least
+        max_num_seqs. long_prefill_token_threshold: chunked: most tokens of one request in a step.
+        prefer_prefill: chunked: prompts before decodes; False.
     """
 
     cache: str = "paged"
@@ -74,17 +87,25 @@ class EngineArgs:
     block_size: int | None = None
     num_blocks: int | None = None
     reservation: str | None = None
+    sharing: bool | None = None
+    prefix_cache: str | None = None
+    enable_prefix_caching: bool | None = None
     preemption: str | None = None
+    swap_space: int | None = None
     scheduling_policy: str | None = None
     watermark: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    prefer_prefill: bool | None = None
 
     def __post_init__(self) -> None:
         self._check_choice("cache", CACHES)
         self._check_choice("scheduler", tuple(SCHEDULERS))
-        self._check_choice("preemption", ("recompute",))
-        self._check_choice("scheduling_policy", ("fcfs",))
+        self._check_choice("preemption", PREEMPTIONS)
+        self._check_choice("scheduling_policy", tuple(POLICIES))
+        self._check_choice("prefix_cache", tuple(INDEXES))
         self._check_choice("reservation", tuple(RESERVATIONS))
         for name, caches in ONLY_FOR.items():
             if getattr(self, name) is not None and self.cache not in caches:
@@ -92,13 +113,53 @@ class EngineArgs:
                     f"{name}={getattr(self, name)!r} is not possible with cache={self.cache!r}: "
                     f"only cache={' or '.join(map(repr, caches))} has it. Leave it out, or change the cache."
                 )
-        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs"):
+        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs", *CHUNKED_ONLY[:2]):
             self._check_integer(name, 1)
+        self._check_integer("swap_space", 0)
+        for name in ("sharing", "enable_prefix_caching", "prefer_prefill"):
+            self._check_choice(name, (True, False))
+        self._check_company()
         self._check_integer("max_model_len", 2)
         self._check_share("watermark", "from 0 to below 1", lambda share: 0 <= share < 1)
         self._check_share("gpu_memory_utilization", "above 0, at most 1", lambda share: 0 < share <= 1)
         if self.attention is not None:
             kernels.get(self.attention)
+
+    def _check_company(self) -> None:
+        """Raises InvalidOption for options of paged memory and of schedulers that do not go together."""
+        paged = self.cache == "paged"
+        for name, value in (("scheduler", "chunked"), ("preemption", "swap")):
+            if getattr(self, name) == value and not paged:
+                raise InvalidOption(
+                    f"{name}={value!r} is not possible with cache={self.cache!r}: only cache='paged' has it."
+                )
+        if (self.scheduler or ("chunked" if paged else "continuous")) != "chunked":
+            for name in CHUNKED_ONLY:
+                if getattr(self, name) is not None:
+                    raise InvalidOption(
+                        f"{name}={getattr(self, name)!r} is not possible with this scheduler: only "
+                        "scheduler='chunked' has it. Leave it out, or change the scheduler."
+                    )
+        if self.enable_prefix_caching is False and self.prefix_cache is not None:
+            raise InvalidOption(
+                f"prefix_cache={self.prefix_cache!r} and enable_prefix_caching=False contradict each other."
+            )
+        index = self._index()
+        if self.sharing is False and index is not None:
+            raise InvalidOption(
+                f"prefix_cache={index!r} is not possible with sharing=False: it shares blocks."
+            )
+        if self.preemption == "swap" and not self.swap_space:
+            raise InvalidOption("preemption='swap' needs swap_space, the bytes of CPU memory to swap to.")
+        if self.preemption == "swap" and self.sharing is False:
+            raise InvalidOption("preemption='swap' is not possible with sharing=False: leave sharing out.")
+        if self.swap_space and self.preemption != "swap":
+            raise InvalidOption(
+                f"swap_space={self.swap_space} is for preemption='swap': set that too, or leave it out."
+            )
+
+    def _index(self) -> str | None:
+        return self.prefix_cache or ("hash" if self.enable_prefix_caching else None)
 
     def resolve(self, model: Decoder) -> EngineArgs:
         """The same options with every default filled in for this model. Raises InvalidOption."""
@@ -120,20 +181,34 @@ class EngineArgs:
         paged = self.cache == "paged"
         args = replace(
             self,
-            scheduler=self.scheduler or "continuous",
+            scheduler=self.scheduler or ("chunked" if paged else "continuous"),
             attention=(self.attention or "torch") if paged else None,
-            preemption="recompute",
-            scheduling_policy="fcfs",
+            preemption=self.preemption or "recompute",
+            scheduling_policy=self.scheduling_policy or "fcfs",
+            sharing=self.sharing is not False if paged else None,
+            prefix_cache=self._index(),
+            enable_prefix_caching=None,  # it has become an index
             max_model_len=self.max_model_len or limit,
             block_size=(self.block_size or 16) if paged else None,
             reservation=(self.reservation or "max") if self.cache == "contiguous" else None,
             watermark=_first(self.watermark, 0.01) if self.cache in ONLY_FOR["watermark"] else None,
         )
+        if args.scheduler == "chunked":
+            budget = max(512 if model.device.type == "cpu" else 2048, self.max_num_seqs)
+            args = replace(
+                args,
+                max_num_batched_tokens=self.max_num_batched_tokens or budget,
+                prefer_prefill=bool(self.prefer_prefill),
+            )
         return args._resolve_memory(model)
 
     def _resolve_memory(self, model: Decoder) -> EngineArgs:
         slot = bytes_per_token(model)
         unit = slot * (self.block_size or 1)
+        if self.preemption == "swap" and int(self.swap_space or 0) < unit:
+            raise InvalidOption(
+                f"swap_space={self.swap_space} is not possible: a block takes {unit} bytes. Give more."
+            )
         if self.num_blocks is not None:
             return replace(self, kv_cache_memory_bytes=self.num_blocks * unit)
         budget = self.kv_cache_memory_bytes
@@ -152,10 +227,12 @@ class EngineArgs:
             self, kv_cache_memory_bytes=budget, num_blocks=num_blocks, gpu_memory_utilization=share
         )
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _check_choice(self, name: str, choices: tuple[str | bool, ...]) -> None:
         value = getattr(self, name)
-        if value not in choices and not (value is None and name != "cache"):
-            raise InvalidOption(f"{name}={value!r} is not possible: it must be one of {', '.join(choices)}.")
+        right = any(value == choice and type(value) is type(choice) for choice in choices)
+        if not right and not (value is None and name != "cache"):
+            listed = ", ".join(map(str, choices))
+            raise InvalidOption(f"{name}={value!r} is not possible: it must be one of {listed}.")
 
     def _check_integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -170,59 +247,6 @@ class EngineArgs:
         number = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (number and in_range(value)):
             raise InvalidOption(f"{name}={value!r} is not possible: it must be a number {expected}.")
-
-
-def build_engine(model: Decoder, args: EngineArgs, on_step: Callable[[Step], None] | None = None) -> Engine:
-    """An engine of the parts that the options name. Raises InvalidOption."""
-    args = args.resolve(model)
-    if args.cache != "recompute":
-        _check_room(model.device, int(args.kv_cache_memory_bytes or 0))
-    manager = build_manager(model, args)
-    store, place = _tensors(model, args, manager)
-    unit = args.block_size or 1
-    spare = math.ceil((args.watermark or 0) * (manager.snapshot().num_slots // unit)) * unit
-    scheduler = SCHEDULERS[str(args.scheduler)](manager, args.max_num_seqs, watermark=spare)
-    return Engine(model, manager, store, scheduler, place, on_step=on_step)
-
-
-def build_manager(model: Decoder, args: EngineArgs) -> KVManager:
-    """The books of the memory that the options name. Raises InvalidOption."""
-    args = args.resolve(model)
-    slot = bytes_per_token(model)
-    num_slots = int(args.kv_cache_memory_bytes or 0) // slot
-    if args.cache == "recompute":
-        return RecomputeManager(num_slots, slot)
-    if args.cache == "naive":
-        return NaiveManager(num_slots, slot)
-    if args.cache == "contiguous":
-        return ContiguousManager(num_slots, slot, int(args.max_model_len or 0), str(args.reservation))
-    return PagedManager(int(args.num_blocks or 0), int(args.block_size or 0), slot)
-
-
-def _tensors(
-    model: Decoder, args: EngineArgs, manager: KVManager
-) -> tuple[KVStore, Callable[[Batch], Batch]]:
-    """The tensors that belong to the books, and how a batch gets its places in them."""
-    config, dtype, device = model.config, model.dtype, model.device
-    if isinstance(manager, ContiguousManager):
-        store = ContiguousStore(config, manager.num_slots, dtype, device)
-        return store, lambda batch: ContiguousBatch.place(batch, manager)
-    if isinstance(manager, PagedManager):
-        num_blocks, attention = manager.pool.num_blocks, str(args.attention)
-        pool = PagedStore(config, num_blocks, manager.block_size, dtype, device, attention)
-        return pool, lambda batch: PagedBatch.place(batch, manager)
-    return RecomputeStore() if args.cache == "recompute" else NaiveStore(), lambda batch: batch
-
-
-def _check_room(device: torch.device, num_bytes: int) -> None:
-    """Raises InvalidOption for a pool that the device could never hold; some systems would promise it."""
-    on_gpu = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().total
-    if num_bytes > room:
-        raise InvalidOption(
-            f"{device} has no room for {num_bytes:,} bytes of keys and values: there are {room:,}. "
-            "Lower kv_cache_memory_bytes or num_blocks."
-        )
 
 
 def _default_budget(device: torch.device, gpu_memory_utilization: float | None) -> int:

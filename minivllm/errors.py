@@ -64,6 +64,10 @@ class OutOfBlocks(OutOfMemory):
     """The block pool has fewer free blocks than were asked for. None was taken."""
 
 
+class PrefixCacheInUse(MinivllmError, RuntimeError):
+    """Cached blocks cannot be forgotten while sequences hold blocks. Nothing was changed."""
+
+
 class EngineBusy(MinivllmError, RuntimeError):
     """The engine is in the middle of a step, so a listener of this step cannot start another."""
 

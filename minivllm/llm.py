@@ -16,7 +16,8 @@ from os import PathLike
 
 from tqdm.auto import tqdm
 
-from minivllm.engine_args import EngineArgs, build_engine
+from minivllm.engine_args import EngineArgs
+from minivllm.engine_parts import build_engine
 from minivllm.errors import InvalidOption
 from minivllm.llm_engine import LLMEngine
 from minivllm.model.decoder import Decoder
@@ -25,8 +26,8 @@ from minivllm.model.loader import load_model
 from minivllm.model.tokenizer import Tokenizer, load_tokenizer
 from minivllm.output_processor import RequestState
 from minivllm.outputs import RequestOutput
-from minivllm.params import SamplingParams
-from minivllm.prompts import Params, Prompt, as_list, conversations, params_for
+from minivllm.params import BeamSearchParams, SamplingParams
+from minivllm.prompts import Params, Prompt, as_list, beam_params_for, conversations, params_for
 
 
 class LLM(LLMEngine):
@@ -58,11 +59,18 @@ class LLM(LLMEngine):
         block_size: int | None = None,
         num_blocks: int | None = None,
         reservation: str | None = None,
+        sharing: bool | None = None,
+        prefix_cache: str | None = None,
+        enable_prefix_caching: bool | None = None,
         preemption: str | None = None,
+        swap_space: int | None = None,
         scheduling_policy: str | None = None,
         watermark: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        long_prefill_token_threshold: int | None = None,
+        prefer_prefill: bool | None = None,
     ):
         args = EngineArgs(
             cache=cache,
@@ -73,11 +81,18 @@ class LLM(LLMEngine):
             block_size=block_size,
             num_blocks=num_blocks,
             reservation=reservation,
+            sharing=sharing,
+            prefix_cache=prefix_cache,
+            enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
+            swap_space=swap_space,
             scheduling_policy=scheduling_policy,
             watermark=watermark,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            prefer_prefill=prefer_prefill,
         )  # refused here, before a model is loaded
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0):
             raise InvalidOption(
@@ -96,40 +111,49 @@ class LLM(LLMEngine):
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
         *,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or several; one output for each, in the order of the prompts.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. params: one
-        for all, one for each, or None for SamplingParams(). use_tqdm: a progress bar; None shows it on a
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; in the last
+        two, "cache_salt": a text, of which only requests with the same find each other's cached prefixes.
+        params: one for all, one for each, or None for SamplingParams(). priority: the same, for
+        scheduling_policy="priority"; the lower comes first. use_tqdm: a progress bar; None shows it on a
         terminal. Raises InvalidPrompt, RequestTooLong, InvalidOption before anything is computed; after
         any error, Ctrl-C too, none of these requests is left behind.
         """
-        _ = self.engine  # raises EngineClosed, also where there is no prompt
         many = as_list(prompts)
-        each = params_for(params, len(many))
-        states = []
-        for number, (prompt, p) in enumerate(zip(many, each, strict=True)):
-            states.append(self._prepare(prompt, p, f"Prompt {number}: " if len(many) > 1 else ""))
-        try:
-            for state in states:
-                self._queue(state)
-            self._run(states, use_tqdm)
-        finally:
-            self._abort(states)
-        return [state.output() for state in states]
+        return self._complete(many, params_for(params, len(many)), priority, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Find likely continuations of one prompt or several; beam_width outputs for each, best first.
+
+        Sequences and scores are those of Transformers' `generate(num_beams=beam_width)`. Each output has
+        cumulative_logprob and score; `sharing` says what the beams shared. Needs cache="paged".
+        """
+        many = as_list(prompts)
+        return self._complete(many, beam_params_for(params, len(many)), priority, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         params: Params = None,
         *,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role": ..., "content": ...}."""
         token_ids = [self._tokenizer.apply_chat_template(c) for c in conversations(messages)]
         prompts = [{"prompt_token_ids": ids} for ids in token_ids]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -139,19 +163,44 @@ class LLM(LLMEngine):
         The request is checked at once, not at the first piece. The generator's return value is the
         RequestOutput. A stream that is closed early ends its request.
         """
-        return self._pieces(self._prepare(prompt, params_for(params, 1)[0]))
+        p = params_for(params, 1)[0]
+        if p.n > 1:
+            raise InvalidOption(f"n={p.n} is not possible in a stream, which gives one text; use generate.")
+        return self._pieces(self._prepare(prompt, p))
+
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        """Run requests to their end; all are checked before the first is queued."""
+        _ = self.engine  # raises EngineClosed, also where there is no prompt
+        states = []
+        priorities = self._priorities(priority, len(prompts))
+        for number, (prompt, p, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+            which = f"Prompt {number}: " if len(prompts) > 1 else ""
+            states.append(self._prepare(prompt, p, rank, which))
+        try:
+            for state in states:
+                self._queue(state)
+            self._run(states, use_tqdm)
+        finally:
+            self._abort(states)
+        return [state.output() for state in states]
 
     def _run(self, states: Sequence[RequestState], use_tqdm: bool | None) -> None:
         """Step until all of these have ended."""
         left = [state for state in states if not state.finished]
         hidden = None if use_tqdm is None else not use_tqdm  # None: hidden where there is no terminal
         with tqdm(total=len(states), unit="request", disable=hidden) as bar:
-            mine = {state.request.request_id for state in states}
+            mine = {state.request_id for state in states}
             while left:
                 self._advance(mine)
                 unfinished = [state for state in left if not state.finished]
                 if len(unfinished) < len(left) and not bar.disable:
-                    tokens = sum(len(state.request.output_token_ids) for state in states)
+                    tokens = sum(state.num_output_tokens for state in states)
                     bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:.1f} tok/s", refresh=False)
                     bar.update(len(left) - len(unfinished))
                 left = unfinished
@@ -167,7 +216,7 @@ class LLM(LLMEngine):
                 elif state.finished:
                     return state.output()
                 else:
-                    self._advance({state.request.request_id})
+                    self._advance({state.request_id})
         finally:
             self._abort([state])
 

@@ -60,6 +60,28 @@ class RequestMetrics:
         return self.token_times[-1] - self.arrival_time if self.token_times else None
 
 
+@dataclass(frozen=True)
+class SharingReport:
+    """What it took to keep the continuations of one prompt: the most blocks at once, and copies in all.
+
+    num_blocks: blocks that they had together, a shared one counted once. num_blocks_without_sharing: blocks
+    that they would have had, each on its own. num_copies: blocks copied because one of several was about
+    to write.
+    """
+
+    num_blocks: int = 0
+    num_blocks_without_sharing: int = 0
+    num_copies: int = 0
+
+    def after(self, num_blocks: int, num_blocks_without_sharing: int, num_copies: int) -> SharingReport:
+        """The report with one more step: what was held in it, and the copies that it made."""
+        return SharingReport(
+            max(self.num_blocks, num_blocks),
+            max(self.num_blocks_without_sharing, num_blocks_without_sharing),
+            self.num_copies + num_copies,
+        )
+
+
 @dataclass
 class CompletionOutput:
     """One continuation of a prompt.
@@ -68,6 +90,8 @@ class CompletionOutput:
     stop token id that ended it; None for the model's own end-of-sequence token. A stop token stands in
     token_ids but not in text; a stop string's tokens stand in token_ids, and the text ends before it.
     logprobs: for each token, the requested log-probabilities by token id, the chosen token's among them.
+    cumulative_logprob: the sum of the chosen tokens' log-probabilities. score: of a beam search, what its
+    results are ranked by: cumulative_logprob / length ** length_penalty.
     """
 
     index: int
@@ -77,13 +101,17 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass
 class RequestOutput:
     """All that is known of one request; text and tokens are those so far, from the start.
 
-    prompt: its text, None when it was given as token ids.
+    prompt: its text, None when it was given as token ids. metrics: of a request with several outputs, a token
+    time is that of a step that gave it tokens. num_cached_tokens: prompt tokens that were in memory already
+    when it first began, through the prefix cache. sharing: what several outputs of one prompt shared; None
+    where nothing could be shared.
     """
 
     request_id: int
@@ -92,3 +120,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    sharing: SharingReport | None = None

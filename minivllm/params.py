@@ -1,12 +1,13 @@
 """Chapter 0: what a caller may ask of the sampler, under the names that vLLM gives it.
 
-The object is frozen: one `SamplingParams` can be shared by any number of requests.
+The objects are frozen: one `SamplingParams` can be shared by any number of requests. `BeamSearchParams` are
+for chapter 4, which searches for a likely text instead of drawing one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,6 +18,7 @@ from minivllm.errors import InvalidOption
 class SamplingParams:
     """How the next token is chosen, and when to stop.
 
+    n: how many continuations of the prompt; with a seed, number i is what seed + i would give alone.
     temperature: 0 takes the most likely token (greedy); 1 samples from the model's own distribution.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens whose probabilities reach top_p; in (0, 1].
@@ -37,6 +39,7 @@ class SamplingParams:
     Raises InvalidOption for a value outside its range.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -58,8 +61,9 @@ class SamplingParams:
             self._check_number(name, getattr(self, name))
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             self._check_number(name, getattr(self, name))
-        for name in ("top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
+        for name in ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
             self._check_integer(name, getattr(self, name))
+        self._check(self.n >= 1, "n", "at least 1")
         self._check(self.temperature >= 0, "temperature", "at least 0; 0 is greedy")
         self._check(self.top_k >= -1, "top_k", "0 or -1 (keep all), or at least 1")
         self._check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
@@ -114,6 +118,49 @@ class SamplingParams:
         right = _is_integer(value) and int(value).bit_length() < 64
         optional = name in ("seed", "logprobs") and value is None
         self._check(right or optional, name, "an integer of at most 63 bits")
+
+    def _check(self, right: bool, name: str, expected: str) -> None:
+        if not right:
+            raise InvalidOption(f"{name}={getattr(self, name)!r} is not possible: it must be {expected}.")
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How a beam search goes, and when it ends; early_stopping and length_penalty are Transformers'.
+
+    beam_width: how many continuations are followed at once, and how many come back.
+    max_tokens: most tokens of each, at least 1.
+    length_penalty: from -10 to 10. A continuation is judged by the sum of its log-probabilities / length **
+        length_penalty: 0 takes the sum, 1 the mean; the higher, the better for long ones.
+    early_stopping: when a search that has found beam_width ended continuations is over. True: at once.
+        False: when the best of those followed, judged as if it ended now, is no better than the worst found.
+        "never": when it is no better even if it kept its sum up to the length that favours it most.
+    ignore_eos: go on after the end-of-sequence token.
+
+    Raises InvalidOption for a value outside its range, and for n.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+    n: InitVar[None] = None
+
+    def __post_init__(self, n: Any) -> None:
+        if n is not None:
+            raise InvalidOption(f"n={n!r} is not possible in a beam search: it gives beam_width results.")
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            self._check(_is_integer(value) and 1 <= value < 2**63, name, "an integer, at least 1")
+            object.__setattr__(self, name, int(value))
+        right = _is_number(self.length_penalty) and -10 <= self.length_penalty <= 10
+        self._check(right, "length_penalty", "a number from -10 to 10; 1 judges by the mean")
+        object.__setattr__(self, "length_penalty", float(self.length_penalty))
+        early = self.early_stopping
+        right = isinstance(early, bool) or (isinstance(early, str) and early == "never")
+        self._check(right, "early_stopping", 'True, False or "never"')
+        self._check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
 
     def _check(self, right: bool, name: str, expected: str) -> None:
         if not right:

@@ -112,10 +112,11 @@ SCHEMES = {
     "contiguous-max": {"cache": "contiguous", "reservation": "max"},
     "contiguous-pow2": {"cache": "contiguous", "reservation": "pow2"},
     "contiguous-oracle": {"cache": "contiguous", "reservation": "oracle"},
-    "paged": {"cache": "paged", "block_size": 16},
+    "paged": {"cache": "paged", "block_size": 16, "sharing": False},
 }
 runs = {}
 for name, options in SCHEMES.items():
+    options = {**options, "scheduler": "continuous"}
     args = EngineArgs(**options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
     runs[name] = run_rung(model, Rung(name, 3, options), args, requests)
 # %% [markdown]
@@ -348,7 +349,10 @@ print("reshape makes a copy:", layer.reshape(-1).data_ptr() != layer.data_ptr())
 # %% [compare poison]
 few, expected = requests[:3], reference[:3]
 num_blocks = 3 * sum(num_blocks_for(len(r.token_ids) + r.max_tokens, 16) for r in few) // 4
-llm = LLM(model, tokenizer=tokenizer, block_size=16, num_blocks=num_blocks, max_model_len=max_model_len)
+plain = {"sharing": False, "scheduler": "continuous"}  # paging, and nothing that later chapters add
+llm = LLM(
+    model, tokenizer=tokenizer, block_size=16, num_blocks=num_blocks, max_model_len=max_model_len, **plain
+)
 kv, pool = llm.engine.store.kv, llm.engine.manager.pool
 kv.fill_(float("nan"))
 poisoned = []
@@ -375,7 +379,7 @@ print(f"blocks filled with NaN: {num_blocks} at the start, {sum(poisoned)} in {l
 # **1. More tokens than slots.** A request that would not fit even alone is refused at the door: an error,
 # before anything is computed.
 # %% [compare cause-1-door]
-small = LLM(model, tokenizer=tokenizer, block_size=4, num_blocks=4, watermark=0.0, max_model_len=64)
+small = LLM(model, tokenizer=tokenizer, block_size=4, num_blocks=4, watermark=0.0, max_model_len=64, **plain)
 try:
     small.generate("The capital of France is", SamplingParams(max_tokens=20))
 except RequestTooLong as error:
@@ -436,7 +440,7 @@ for n in (64, 128, 256):
         {"prefill": n, "scores, computed": heads * n * n * itemsize, "largest tensor": workspace.largest}
     )
 print(lab.table(rows))
-llm = LLM(model, tokenizer=tokenizer, num_blocks=64, max_model_len=1024)
+llm = LLM(model, tokenizer=tokenizer, num_blocks=64, max_model_len=1024, **plain)
 try:
     with Workspace(limit=4 * 2**20):
         llm.generate({"prompt_token_ids": [1] * 512}, SamplingParams(max_tokens=1), use_tqdm=False)

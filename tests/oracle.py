@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
+import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -119,3 +122,55 @@ def hf_greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
+
+
+class Float64Torch:
+    """torch for a module whose float32 is to be float64: Transformers sums beams in float32, whatever the
+    model's dtype."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+@torch.inference_mode()
+def hf_beam_search(
+    model,
+    prompt: list[int],
+    *,
+    beam_width: int,
+    max_tokens: int,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    eos_token_ids: Sequence[int] = (),
+    exact: bool = True,
+) -> list[tuple[list[int], float]]:
+    """What Transformers' beam search gives, best first: the tokens of each sequence, and its score.
+
+    exact: with sums in float64. A single beam is a beam search too; Transformers alone would take it for
+    greedy decoding.
+    """
+    ids = torch.tensor([prompt], device=model.device)
+    with pytest.MonkeyPatch.context() as patch:
+        mode = transformers.generation.GenerationMode.BEAM_SEARCH
+        patch.setattr(transformers.GenerationConfig, "get_generation_mode", lambda *_: mode)
+        if exact:
+            patch.setattr(transformers.generation.utils, "torch", Float64Torch())
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=beam_width,
+            num_return_sequences=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            eos_token_id=list(eos_token_ids) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
+    rows = zip(out.sequences.tolist(), lengths, out.sequences_scores.tolist(), strict=True)
+    return [(row[len(prompt) :][:length], score) for row, length, score in rows]

@@ -13,6 +13,8 @@ from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.manager import KVManager, RecomputeManager
 from minivllm.memory.naive import NaiveManager
 from minivllm.memory.paged import PagedManager
+from minivllm.memory.prefix_cache import PrefixCachingManager
+from minivllm.memory.sharing import SharingManager
 from minivllm.params import SamplingParams
 from minivllm.scheduling.continuous import ContinuousScheduler
 from minivllm.scheduling.request import Request, Status
@@ -37,9 +39,10 @@ def run_step(scheduler, memory: dict[int, list[int]]) -> tuple[list[int], list[R
     for victim in output.preempted:
         memory.pop(victim.request_id, None)
     sampled = {}
-    for r, num_new in output.scheduled:
-        new = r.new_token_ids()
-        assert len(new) == num_new >= 1
+    for part in output.scheduled:
+        r, new = part.request, part.new_token_ids()
+        assert len(new) == part.num_new_tokens >= 1
+        assert part.samples == (part.sequence,)
         held = memory.setdefault(r.request_id, [])
         assert len(held) == r.num_computed_tokens, "what is computed is what is in memory"
         held += new
@@ -49,7 +52,7 @@ def run_step(scheduler, memory: dict[int, list[int]]) -> tuple[list[int], list[R
     for r in finished:
         del memory[r.request_id]
     scheduler.manager.check_integrity()
-    return [r.request_id for r, _ in output.scheduled], finished
+    return [part.request.request_id for part in output.scheduled], finished
 
 
 def expected_tokens(r: Request) -> list[int]:
@@ -159,6 +162,9 @@ MEMORIES: dict[str, Callable[[], KVManager]] = {
     "contiguous-max": lambda: ContiguousManager(64, 1, 32, "max"),
     "contiguous-oracle": lambda: ContiguousManager(64, 1, 32, "oracle"),
     "paged": lambda: PagedManager(10, 4, 1),
+    "sharing": lambda: SharingManager(10, 4, 1),
+    "hash": lambda: PrefixCachingManager(10, 4, 1, "hash"),
+    "radix": lambda: PrefixCachingManager(10, 4, 1, "radix"),
 }
 
 
@@ -176,7 +182,7 @@ def test_three_thousand_short_requests_leave_nothing_behind(kind, memory_kind):
         if memory_kind == "recompute":
             memory.clear()
             for r in scheduler.running:
-                r.num_computed_tokens = 0
+                r.first.num_computed_tokens = 0
     assert len(done) == 3000
     assert all(r.output_token_ids == expected_tokens(r) for r in done)
     assert manager.snapshot().sequences == ()
@@ -241,11 +247,11 @@ def test_two_requests_that_would_lock_each_other_both_end():
 def test_the_watermark_is_left_free_at_admission_but_a_lone_request_may_have_everything():
     scheduler = ContinuousScheduler(NaiveManager(10, 1), 4, watermark=3)
     scheduler.add(request(0, 10, 1))
-    assert [r.request_id for r, _ in scheduler.schedule().scheduled] == [0]
+    assert [part.request.request_id for part in scheduler.schedule().scheduled] == [0]
     scheduler = ContinuousScheduler(NaiveManager(10, 1), 4, watermark=3)
     for i, n in enumerate((4, 4)):
         scheduler.add(request(i, n, 1))
-    assert [r.request_id for r, _ in scheduler.schedule().scheduled] == [0]
+    assert [part.request.request_id for part in scheduler.schedule().scheduled] == [0]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -260,11 +266,11 @@ def test_a_request_can_be_aborted_in_every_state(kind):
     run_step(scheduler, memory)
     output = scheduler.schedule()
     scheduler.abort(requests[0])  # between plan and result
-    scheduler.update(output, {r.request_id: 1 for r, _ in output.scheduled})
+    scheduler.update(output, {part.sequence.seq_id: 1 for part in output.scheduled})
     manager.check_integrity()
     while scheduler.has_unfinished():
         output = scheduler.schedule()
-        scheduler.update(output, {r.request_id: 1 for r, _ in output.scheduled})
+        scheduler.update(output, {part.sequence.seq_id: 1 for part in output.scheduled})
     for r in requests:
         scheduler.abort(r)  # finished: stays as it is
     assert [r.finish_reason for r in requests] == ["abort", "length", "length", "abort"]
@@ -276,7 +282,7 @@ def test_an_end_of_sequence_token_ends_a_request_unless_it_is_told_to_go_on():
     for ignore, reason, n in ((False, "stop", 2), (True, "length", 4)):
         r = Request(0, [1], SamplingParams(max_tokens=4, ignore_eos=ignore), eos_token_ids=(7,))
         for token in (5, 7, 5, 7)[: 4 if ignore else 2]:
-            r.append(token)
+            r.append(r.first, token)
         assert (r.status, r.finish_reason, len(r.output_token_ids)) == (Status.FINISHED, reason, n)
 
 

@@ -132,6 +132,7 @@ def test_the_ladder_prints_every_rung_and_the_same_tokens():
     rows = rows_of(done.stdout)
     for rung in RUNGS:
         assert rows[rung][0] == ("-" if rung == "recompute" else "yes")
+    assert len(rows["chunked"]) == 10 + 5 + 9, "three tables"
     assert rows["contiguous-max"][6:9] == ["1.0", "/", "1"]
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
@@ -153,9 +154,14 @@ def test_the_ladders_json_has_the_tokens_times_and_bytes():
         assert rung["output_tokens"] == sum(map(len, rung["token_ids"])) == found["output_tokens"]
         assert rung["kv_held_bytes"] <= found["kv_cache_memory_bytes"]
         assert 0 < rung["utilisation"] <= 1
-        assert rung["in_flight_mean"] <= rung["in_flight_most"] <= 6
+        assert rung["in_flight_mean"] <= rung["in_flight_most"] <= found["sequences"] == 12
+        assert rung["computed_tokens"] >= rung["computed_tokens_step_most"] > 0
         for name in ("ttft_ms", "tpot_ms", "itl_ms"):
             assert 0 < rung[name]["p50"] <= rung[name]["p99"]
+    rates = {rung["name"]: rung["prefix_hit_rate"] for rung in found["rungs"]}
+    assert [name for name, rate in rates.items() if rate is not None] == ["prefix", "continuous", "chunked"]
+    copied = {rung["name"]: rung["copied_blocks"] for rung in found["rungs"]}
+    assert copied["paged"] == 0 < copied["sharing"]
     assert found["kv_cache_memory_bytes"] % (config.kv_elements_per_token * 4) == 0
 
 
@@ -179,6 +185,7 @@ def test_the_ladder_draws_its_pictures(tmp_path):
     )
     assert done.exit_code == 0, done.output
     drawn = {path.name for path in (tmp_path / "new" / "x").iterdir()}
+    assert {"film-sharing.png", "timeline-chunked.png"} <= drawn
     assert {"memory.png", "timeline-recompute.png", "film-paged.png", "utilisation-naive.png"} <= drawn
     assert "film-recompute.png" not in drawn
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "new" / "x").iterdir())
@@ -262,9 +269,9 @@ def test_a_full_disk_is_an_error_of_one_line():
 def test_tokens_that_differ_end_the_ladder_with_an_error_also_as_json(monkeypatch):
     from test_lab import ForgetfulStore
 
-    from minivllm import engine_args
+    from minivllm import engine_parts
 
-    monkeypatch.setattr(engine_args, "NaiveStore", ForgetfulStore)
+    monkeypatch.setattr(engine_parts, "NaiveStore", ForgetfulStore)
     for options in ([], ["--json"]):
         done = run("ladder", "--model", "random:tiny-llama", "--rungs", "recompute,naive", *options)
         assert done.exit_code == 1

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from minivllm.decoding.generate import generate
 from minivllm.decoding.sampler import top_logprobs as top_logprobs_of_package
-from minivllm.engine import Engine, Step
-from minivllm.engine_args import EngineArgs, build_engine
+from minivllm.engine import Engine
+from minivllm.engine_args import EngineArgs
+from minivllm.engine_parts import build_engine
 from minivllm.errors import EngineBusy, InvalidLogits, RequestTooLong
 from minivllm.interrupt import Shield
 from minivllm.lab.record import Recorder
@@ -31,6 +32,7 @@ from minivllm.model.batch import Batch
 from minivllm.model.loader import load_model
 from minivllm.params import SamplingParams
 from minivllm.scheduling.request import Request, Status
+from minivllm.step import Step
 
 MODELS = {
     name: load_model(f"random:{name}", dtype="float64", device="cpu") for name in ("tiny-llama", "tiny-qwen3")
@@ -63,6 +65,7 @@ def some_requests(seed: int, n: int, most: int = 40, **options) -> list[Request]
 
 def alone(model, r: Request) -> list[int]:
     """What the plain loop of chapter 0 gives for a request."""
+    assert isinstance(r.params, SamplingParams)
     return list(generate(model, NaiveStore(), r.prompt_token_ids, r.params))
 
 
@@ -251,7 +254,7 @@ def interrupts_once(owner: Any, name: str, monkeypatch, before: bool, skip: int 
 
 PLACES = {
     "schedule": lambda e: (e.scheduler, "schedule"),
-    "grant": lambda e: (e.scheduler, "_grant"),
+    "parts": lambda e: (e.scheduler, "_parts"),
     "update": lambda e: (e.scheduler, "update"),
     "allocate": lambda e: (e.manager, "allocate"),
     "free": lambda e: (e.manager, "free"),
@@ -512,7 +515,7 @@ def test_what_can_never_fit_is_refused_on_arrival_and_the_rest_goes_on():
 def test_a_step_says_who_computed_what_who_waited_and_who_lost_its_memory():
     engine = build(MODEL, EngineArgs(block_size=1, num_blocks=8, max_num_seqs=2, watermark=0.0))
     steps = run(engine, [request(0, [1, 2, 3], 4), request(1, [4, 5], 4), request(2, [6], 1)])
-    seen = [([tuple(part) for part in s.scheduled], s.preempted, s.waiting) for s in steps]
+    seen = [([tuple(part)[:3] for part in s.scheduled], s.preempted, s.waiting) for s in steps]
     assert seen[0] == ([(0, 0, 3), (1, 0, 2)], (), (2,))
     assert seen[1] == ([(0, 3, 1), (1, 2, 1)], (), (2,))
     assert seen[2] == ([(0, 4, 1)], (1,), (1, 2)), "5 + 4 slots are not there: the last one gives way"
@@ -545,7 +548,7 @@ def test_a_record_has_the_memory_of_each_step(cache):
         engine.step()
     for record in recorder.records:
         used = {s.seq_id: s.used for s in record.snapshot.sequences}
-        assert used == {r: computed + new for r, computed, new in record.step.scheduled}
+        assert used == {r: computed + new for r, computed, new, *_ in record.step.scheduled}
         assert record.step.start < record.step.end
 
 

@@ -11,21 +11,25 @@ import sys
 import threading
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minivllm import cli
 from minivllm.decoding.generate import generate
 from minivllm.errors import InvalidModel, InvalidOption, InvalidPrompt, MinivllmError, RequestTooLong
 from minivllm.lab.bench import hf_model
-from minivllm.lab.bench.options import ENGINES, BenchOptions, run_bench
-from minivllm.lab.bench.result import BenchResult, RequestRecord
-from minivllm.lab.workload import WorkloadRequest, make_workload, write_workload
+from minivllm.lab.bench.figures import parse_goodput, parse_percentiles
+from minivllm.lab.bench.minivllm_engine import replay
+from minivllm.lab.bench.options import ENGINES, BenchOptions, engine_options, run_bench
+from minivllm.lab.bench.result import BenchResult, RequestRecord, new_records
+from minivllm.lab.workload import WorkloadRequest, make_workload, poisson_arrivals, write_workload
 from minivllm.memory.naive_store import NaiveStore
 from minivllm.model.hub import ModelSource
 from minivllm.model.loader import load_model
@@ -148,6 +152,128 @@ def test_the_figures_of_a_hand_made_run():
     assert found["tpot_ms"] == pytest.approx({"mean": 175, "p50": 175, "p90": 235, "p99": 248.5}, abs=1e-3)
     # ITL 200, 300, 100, in one pool
     assert found["itl_ms"] == pytest.approx({"mean": 200, "p50": 200, "p90": 280, "p99": 298}, abs=1e-3)
+    # E2EL 900, 1000, 600
+    assert found["e2el_ms"] == pytest.approx({"mean": 833.333, "p50": 900, "p90": 980, "p99": 998}, abs=1e-3)
+    # three requests, 15 tokens in, in 2 seconds; the last came after one
+    assert [found[key] for key in ("req_s", "input_tok_s", "offered_req_s")] == [1.5, 7.5, 3.0]
+    assert (found["goodput"], found["cached_tokens"]) == (None, None)
+
+
+def test_cached_tokens_are_summed_where_an_engine_says_how_many():
+    records = [RequestRecord(9, RequestMetrics(token_times=[1.0]), num_cached_tokens=n) for n in (4, 0, None)]
+    assert BenchResult("minivllm", "m", "float32", "CPU", records).summary()["cached_tokens"] == 4
+    assert BenchResult("minivllm", "m", "float32", "CPU", records[1:]).summary()["cached_tokens"] == 0
+
+
+# What a request may have been through: when it came, when its first token did, and the gaps after that. Times
+# are whole numbers of 1/1024 s, so that sums and differences are exact.
+_TICKS = st.integers(0, 200).map(lambda n: n / 1024)
+_LIVES = st.lists(st.tuples(_TICKS, st.none() | _TICKS, st.lists(_TICKS, max_size=4)), min_size=1, max_size=9)
+
+
+def records_of(lives) -> list[RequestRecord]:
+    found = []
+    for number, (came, waited, gaps) in enumerate(lives, 1):
+        times = [] if waited is None else list(accumulate([came + waited, *gaps]))
+        found.append(RequestRecord(number, RequestMetrics(arrival_time=came, token_times=times)))
+    return found
+
+
+@settings(deadline=None)
+@given(lives=_LIVES, bounds=st.dictionaries(st.sampled_from(["ttft", "tpot", "e2el"]), _TICKS, min_size=1))
+def test_goodput_is_that_of_a_plain_model(lives, bounds):
+    slo = {key: 1000 * bound for key, bound in bounds.items()}
+    found = BenchResult("minivllm", "m", "float32", "CPU", records_of(lives)).summary(slo=slo)
+    good, missed = 0, dict.fromkeys(bounds, 0)
+    for _, waited, gaps in lives:
+        latency = {"ttft": waited, "tpot": sum(gaps) / (len(gaps) or 1), "e2el": (waited or 0) + sum(gaps)}
+        above = [key for key, bound in bounds.items() if waited is None or latency[key] > bound]
+        good += not above
+        for key in above:
+            missed[key] += 1
+    got = found["goodput"]
+    assert (got["slo_ms"], got["good"], got["missed"]) == (slo, good, missed)
+    assert max(missed.values()) <= len(lives) - good <= sum(missed.values())
+    if seconds := duration(lives):
+        assert got["req_s"] == round(good / seconds, 4)
+        assert got["req_s"] <= found["req_s"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_latency_at_its_bound_is_kept_and_one_token_never_misses_tpot():
+    lives = [(0.0, 0.5, [0.25, 0.25]), (0.5, 0.5, []), (0.0, 0.5, [0.25, 0.3])]
+    result = BenchResult("minivllm", "m", "float32", "CPU", records_of(lives))
+    assert result.summary(slo={"ttft": 500.0, "tpot": 250.0})["goodput"] == {
+        "slo_ms": {"ttft": 500.0, "tpot": 250.0},
+        "good": 2,
+        "missed": {"ttft": 0, "tpot": 1},
+        "req_s": round(2 / 1.05, 4),
+    }
+    assert result.summary(slo={"tpot": 0.0})["goodput"]["good"] == 1  # vLLM counts its TPOT as 0
+    assert result.summary(slo={"ttft": 499.9})["goodput"]["good"] == 0
+
+
+@settings(deadline=None)
+@given(
+    lives=_LIVES,
+    percentiles=st.lists(
+        st.integers(0, 100) | st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=4
+    ),
+)
+def test_percentiles_are_those_of_a_plain_model_and_rates_add_up(lives, percentiles):
+    records = records_of(lives)
+    found = BenchResult("minivllm", "m", "float32", "CPU", records).summary(percentiles)
+    latencies = {
+        "ttft_ms": [waited for _, waited, _ in lives if waited is not None],
+        "tpot_ms": [sum(gaps) / len(gaps) for _, waited, gaps in lives if waited is not None and gaps],
+        "itl_ms": [gap for _, waited, gaps in lives if waited is not None for gap in gaps],
+        "e2el_ms": [waited + sum(gaps) for _, waited, gaps in lives if waited is not None],
+    }
+    for name, values in latencies.items():
+        assert list(found[name]) == ["mean", *dict.fromkeys(f"p{percent}" for percent in percentiles)]
+        for percent in percentiles:
+            expected = (
+                None if not values else pytest.approx(1000 * between(sorted(values), percent), abs=1e-3)
+            )
+            assert found[name][f"p{percent}"] == expected
+    seconds, last = duration(lives), max(came for came, _, _ in lives)
+    if seconds:
+        assert found["req_s"] == round(len(latencies["ttft_ms"]) / seconds, 4)
+        assert found["input_tok_s"] == round(found["prompt_tokens"] / seconds, 2)
+        assert found["tok_s"] == round(found["output_tokens"] / seconds, 2)
+    if last and None not in [waited for _, waited, _ in lives]:
+        assert found["req_s"] <= found["offered_req_s"]
+    assert (found["offered_req_s"] is None) == (last == 0)
+
+
+def duration(lives) -> float:
+    """When the last token came; 0 without any."""
+    return max((came + waited + sum(gaps) for came, waited, gaps in lives if waited is not None), default=0.0)
+
+
+def between(values: list[float], percent: float) -> float:
+    """The value at this share of the way from the smallest to the largest, on straight lines."""
+    place = (len(values) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (place - below) * (values[above] - values[below])
+
+
+def test_percentiles_and_bounds_are_read_as_they_are_written_and_refused_by_name():
+    assert parse_percentiles("50, 99.9,0,100.0") == (50, 99.9, 0, 100)
+    assert [str(p) for p in parse_percentiles("90.0,99.90")] == ["90", "99.9"]
+    for text in ("", "50,", "101", "-1", "nan", "p50", "50;90"):
+        with pytest.raises(InvalidOption, match=f"^percentiles='{text}'.*no number from 0 to 100"):
+            parse_percentiles(text)
+    with pytest.raises(InvalidOption, match="twice"):
+        parse_percentiles("50,50.0")
+    assert parse_goodput(["ttft:500 e2el:5e3", "tpot:0"]) == {"ttft": 500.0, "e2el": 5000.0, "tpot": 0.0}
+    assert parse_goodput([]) == {}
+    for pair in ("ttft", "ttft:", ":5", "itl:5", "TTFT:5", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:5:6"):
+        with pytest.raises(InvalidOption, match=f"^goodput='{pair}' is not possible.*as in ttft:500"):
+            parse_goodput([pair])
+    with pytest.raises(InvalidOption, match="ttft has a bound already"):
+        parse_goodput(["ttft:500", "ttft:500"])
 
 
 def test_where_nothing_was_measured_the_figure_is_null():
@@ -179,7 +305,102 @@ def test_this_engine_gives_the_same_tokens_and_waits_for_arrivals():
         assert record.metrics.token_times[0] > request.arrival
     found = result.summary()
     assert found["options"]["block_size"] == 4
-    assert found["options"]["scheduler"] == "continuous"
+    assert found["options"]["scheduler"] == "chunked"
+
+
+class ClockedEngine:
+    """As much of this engine as the replay uses, on a clock of its own: a step takes `step_seconds` and gives
+    each request a token. It keeps when each request was added, and every sleep."""
+
+    def __init__(self, step_seconds: float):
+        self.now, self.step_seconds = 1000.0, step_seconds
+        self.added: dict[int, float] = {}
+        self.sleeps: list[tuple[float, float]] = []
+        self.looks = 0
+        self.under_way: dict[int, tuple[int, list[float]]] = {}
+
+    def clock(self) -> float:
+        self.looks += 1
+        self.now += 1e-6  # time goes on while it is looked at
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert not self.under_way, "a sleep while there is work"
+        self.sleeps.append((self.now, seconds))
+        self.now += seconds
+
+    def add_request(self, prompt, params):
+        (number,) = prompt["prompt_token_ids"]
+        self.added[number] = self.now
+        self.under_way[number + 100] = (params.max_tokens, [])
+        return number + 100
+
+    def has_unfinished_requests(self):
+        return bool(self.under_way)
+
+    def step(self):
+        self.now += self.step_seconds
+        outputs = []
+        for request_id, (most, times) in list(self.under_way.items()):
+            times.append(self.now)
+            finished = len(times) == most
+            if finished:
+                del self.under_way[request_id]
+            output = SimpleNamespace(token_ids=[7] * len(times))
+            metrics = RequestMetrics(arrival_time=self.now, token_times=list(times))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    outputs=[output],
+                    finished=finished,
+                    metrics=metrics,
+                    num_cached_tokens=request_id,
+                )
+            )
+        return outputs
+
+
+@settings(deadline=None)
+@given(
+    dues=st.lists(st.integers(0, 4000).map(lambda n: n / 100), min_size=1, max_size=12),
+    step_seconds=st.sampled_from([0.003, 0.25, 7.0]),
+)
+def test_requests_are_added_when_due_and_the_wait_counts_from_then(dues, step_seconds):
+    requests = [WorkloadRequest((n,), None, n % 3 + 1, due) for n, due in enumerate(dues)]
+    engine: Any = ClockedEngine(step_seconds)
+    records = new_records([list(ids_of(r)) for r in requests], dues)
+    replay(engine, requests, [list(ids_of(r)) for r in requests], records, quiet, engine.clock, engine.sleep)
+    start = 1000.0
+    for number, (due, record) in enumerate(zip(dues, records, strict=True)):
+        late = engine.added[number] - start - due
+        assert -1e-5 <= late <= step_seconds + 1e-3  # at the next step's beginning, and not before it is due
+        first = record.metrics.token_times[0]
+        assert record.metrics.ttft == pytest.approx(first - due)  # from when it was due, late or not
+        assert first >= due + step_seconds - 1e-3
+        assert len(record.token_ids) == len(record.metrics.token_times) == number % 3 + 1
+    for begun, seconds in engine.sleeps:  # to the next request that is due, and no further
+        assert seconds > 0
+        assert any(begun + seconds - start == pytest.approx(due, abs=1e-4) for due in dues)
+    assert len(engine.sleeps) <= 2 * len(set(dues))
+    looks = 2 + len(engine.sleeps) + 3 * len(dues)  # the start, each sleep, each step: no busy wait
+    assert engine.looks <= looks
+    assert list(engine.added) == sorted(range(len(dues)), key=lambda n: dues[n])
+
+
+def test_cached_tokens_are_those_of_each_request():
+    fake: Any = ClockedEngine(1.0)
+    requests = [WorkloadRequest((n,), None, 2) for n in range(2)]
+    records = new_records([[0], [1]])
+    replay(fake, requests, [[0], [1]], records, quiet, fake.clock, fake.sleep)
+    assert [record.num_cached_tokens for record in records] == [100, 101]
+
+
+def test_a_prefix_that_the_warm_up_computed_is_not_found():
+    prompt = tuple(range(40, 53))
+    requests = [WorkloadRequest(prompt, None, 2, arrival) for arrival in (0.0, 0.4)]
+    options = BenchOptions("random:tiny-llama", "float64", block_size=4, enable_prefix_caching=True)
+    result = run_bench("minivllm", requests, options, quiet)
+    assert [record.num_cached_tokens for record in result.records] == [0, 12]
 
 
 def test_a_request_that_this_engine_refuses_is_named():
@@ -196,6 +417,14 @@ def test_text_prompts_are_encoded_with_the_models_own_tokenizer():
 
 
 # --- what is refused ---
+
+
+@pytest.mark.parametrize("engine", ["minivllm", "transformers"])
+def test_samples_are_refused_by_name_before_anything_is_loaded(engine):
+    for asked, named in (({"n": 3}, "Request 2 .*n=3"), ({"temperature": 0.5, "seed": 1}, "temperature=0.5")):
+        requests = [REQUESTS[0], replace(REQUESTS[1], **asked)]
+        with pytest.raises(InvalidOption, match=named):
+            run_bench(engine, requests, BenchOptions("no such model"), quiet)
 
 
 @pytest.mark.parametrize("engine", [*HF_ENGINES, "vllm"])
@@ -401,8 +630,55 @@ def test_the_command_runs_a_peer_on_all_requests_at_once(workload_file, tiny):
 
 
 @pytest.mark.parametrize(
+    "spelled",
+    [
+        ["--goodput", "ttft:60000", "tpot:0", "e2el:60000.5"],
+        ["--goodput", "ttft:60000 tpot:0", "--goodput", "e2el:60000.5"],
+        ["--goodput=ttft:60000", "tpot:0", "e2el:60000.5"],
+    ],
+    ids=("as vLLM spells it", "repeated", "equals sign"),
+)
+def test_the_command_counts_goodput_and_takes_percentiles_and_a_rate(spelled, workload_file):
+    options = ("--model", "random:tiny-llama", "--rate", "200", "--n", "4", "--percentiles", "25,99.9")
+    done = run("--requests", workload_file, *spelled, *options)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    several = sum(r.max_tokens > 1 for r in REQUESTS[:4])
+    assert several > 0
+    assert found["goodput"] == {
+        "slo_ms": {"ttft": 60000.0, "tpot": 0.0, "e2el": 60000.5},
+        "good": 4 - several,
+        "missed": {"ttft": 0, "tpot": several, "e2el": 0},
+        "req_s": pytest.approx((4 - several) / found["seconds"], abs=1e-2),
+    }
+    assert list(found["e2el_ms"]) == ["mean", "p25", "p99.9"]
+    assert found["requests"] == 4
+    last = poisson_arrivals(4, 200.0, seed=0)[-1]
+    assert found["offered_req_s"] == pytest.approx(4 / last, abs=1e-3)
+    assert f"{4 - several} of 4 requests kept ttft:60000 tpot:0 e2el:60000.5" in done.stderr
+    assert f"missed: ttft 0, tpot {several}, e2el 0" in done.stderr
+    assert "requests/s: arrived" in done.stderr
+
+
+def test_each_engine_option_is_an_option_of_the_command():
+    shown = run("--help").stdout
+    names = [option.name for option in engine_options()]
+    assert names == list(ENGINES["minivllm"].options)
+    assert {"cache", "num_blocks", "max_num_seqs"} <= set(names)
+    assert not {"model", "dtype", "device"} & set(names)
+    for name in names:
+        assert f"--{name.replace('_', '-')} " in shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["--goodput", "itl:5"], "goodput='itl:5'"),
+        (["--goodput", "ttft:5", "tpot"], "goodput='tpot'"),
+        (["--percentiles", "101"], "percentiles='101'"),
+        (["--n", "6"], "n=6 is not possible: it must be at most 5"),
+        (["--rate", "0"], "rate=0.0"),
+        (["--max-in", "5"], "max_in=5 is not possible with requests that have their prompts"),
         (["--requests", "no-such-file"], "no-such-file"),
         (["--engine", "transformers", "--cache", "paged"], "cache='paged' is not possible with the engine"),
         (["--engine", "vllm", "--reservation", "max"], "reservation='max'"),
@@ -412,7 +688,7 @@ def test_the_command_runs_a_peer_on_all_requests_at_once(workload_file, tiny):
         (["--scheduler", "best"], "scheduler='best'"),
         (["--save-tokens", "no-such-folder/t.jsonl"], "no-such-folder"),
     ],
-    ids=range(8),
+    ids=range(14),
 )
 def test_a_wrong_argument_is_an_error_of_one_line(arguments, named, workload_file):
     base = ("--requests", workload_file, "--model", "random:tiny-llama")

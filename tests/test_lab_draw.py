@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,19 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from minivllm.engine import ScheduledRequest, Step
 from minivllm.errors import InvalidOption
 from minivllm.lab.draw import NOT_PHYSICAL, NOTHING, draw_film_strip, draw_memory_map, draw_memory_maps
 from minivllm.lab.draw_steps import KINDS, draw_timeline, draw_utilisation
 from minivllm.lab.record import StepRecord
-from minivllm.lab.segments import PALETTE, byte_unit, colour, format_bytes, segments
+from minivllm.lab.segments import PALETTE, Segment, byte_unit, colour, format_bytes, label, segments
 from minivllm.lab.timeline import timeline
 from minivllm.memory.contiguous import RESERVATIONS, ContiguousManager
 from minivllm.memory.manager import KVManager, RecomputeManager, SequenceMemory, Snapshot
 from minivllm.memory.naive import NaiveManager
 from minivllm.memory.paged import PagedManager, PagedSequenceMemory, PagedSnapshot
+from minivllm.memory.prefix_cache import PrefixCachingManager, PrefixSnapshot
+from minivllm.memory.sharing import SharedSnapshot
+from minivllm.step import ScheduledRequest, Step
 
 MEMORIES = st.one_of(
     st.builds(PagedManager, st.integers(1, 40), st.integers(1, 9), st.just(24)),
@@ -129,6 +132,73 @@ def test_a_run_lies_where_it_starts_and_a_free_gap_is_one_segment():
     manager.free(1)
     found = [(s.seq_id, s.start, s.length, s.used) for s in segments(manager.snapshot())]
     assert found == [(None, 0, 4, 0), (2, 4, 4, 3), (0, 8, 4, 1), (None, 12, 1, 0)]
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["grow", "fork", "free"]), st.integers(0, 5), st.integers(1, 9)))
+)
+def test_shared_and_cached_blocks_are_segments_that_agree_with_the_books(steps):
+    manager, lengths, children = PrefixCachingManager(12, 3, 24), dict[int, int](), 6
+    for what, i, n in steps:
+        if what == "grow" and manager.can_allocate(i, lengths.get(i, 0) + n):
+            lengths[i] = lengths.get(i, 0) + n
+            manager.allocate(i, lengths[i])
+            manager.take_copies()
+            manager.register(i, [i // 2] * lengths[i])
+        elif what == "fork" and i in lengths:
+            manager.fork(i, children)
+            lengths[children], children = lengths[i], children + 1
+        elif what == "free" and lengths:
+            gone = [*lengths][i % len(lengths)]
+            manager.free(gone)
+            del lengths[gone]
+    snapshot = manager.snapshot()
+    found = segments(snapshot)
+    assert [i for s in found for i in range(s.start, s.start + s.length)] == list(range(36))
+    taken = [s for s in found if s.seq_id is not None]
+    assert (sum(s.length for s in taken), sum(s.used for s in taken)) == (snapshot.held, snapshot.used)
+    assert {s.start // 3: s.ref_count for s in taken} == snapshot.ref_count
+    assert {s.start // 3 for s in found if s.cached} == set(snapshot.cached)
+    first = {b: s.seq_id for s in reversed(snapshot.sequences) for b in s.block_ids}
+    assert {s.start // 3: s.seq_id for s in taken} == first, "the colour is that of the first holder"
+
+
+def shared_snapshot() -> PrefixSnapshot:
+    """6 blocks of 4: 5 and its fork share block 3; 5.1 has block 1 of its own; blocks 0 and 4 are cached."""
+    sequences = (PagedSequenceMemory(5, 8, 6, (3, 2)), PagedSequenceMemory(5 + 2**32, 8, 7, (3, 1)))
+    return PrefixSnapshot(24, 24, sequences, 4, (4, 0))
+
+
+def test_a_shared_block_is_one_segment_and_a_cached_one_is_free():
+    assert segments(shared_snapshot()) == [
+        Segment(None, 0, 4, 0, cached=True), Segment(5 + 2**32, 4, 4, 3), Segment(5, 8, 4, 2),
+        Segment(5, 12, 4, 4, ref_count=2), Segment(None, 16, 4, 0, cached=True), Segment(None, 20, 4, 0),
+    ]  # fmt: skip
+    both = SharedSnapshot(4, 1, (PagedSequenceMemory(0, 4, 2, (0,)), PagedSequenceMemory(1, 4, 3, (0,))), 4)
+    assert segments(both) == [Segment(0, 0, 4, 3, ref_count=2)], "the one with more tokens counts"
+
+
+def test_a_map_marks_what_is_shared_and_what_is_cached_in_words_hatches_and_numbers():
+    figure = draw_memory_map(shared_snapshot())
+    (ax,) = figure.axes
+    assert texts(figure, "seq_id") == ["5.1", "5", "5 x2"]
+    assert drawn_slots(ax, "shared") == [(0, x) for x in range(12, 16)]
+    assert drawn_slots(ax, "cached") == [(0, x) for x in (0, 1, 2, 3, 16, 17, 18, 19)]
+    assert set(drawn_slots(ax, "cached")) < set(drawn_slots(ax, "free"))
+    hatches = [collection(ax, gid).get_hatch() for gid in ("shared", "cached", "held")]
+    assert len({*hatches, None}) == 4
+    assert "cached, of the free, 2 blocks · shared 1 blocks" in title(ax)
+    assert [text.split(":")[0] for text in legend_labels(figure)] == [
+        "used", "held, but unused", "free", "shared, xN", "cached",
+    ]  # fmt: skip
+    render(figure)
+    strip = draw_film_strip([paged_snapshot(), shared_snapshot()])
+    assert len(legend_labels(strip)) == 5, "one legend for all, with what any of them has"
+    assert len(legend_labels(draw_film_strip([paged_snapshot()]))) == 3
+
+
+def test_a_sequence_is_named_by_its_request_and_its_own_number():
+    assert [label(i) for i in (0, 7, 7 + 2**32, 12 + 3 * 2**32)] == ["0", "7", "7.1", "12.3"]
 
 
 @pytest.mark.parametrize("tables", [((0, 1), (1,)), ((0,), (3,))], ids=["twice", "outside"])
@@ -283,7 +353,7 @@ def test_what_cannot_be_drawn_is_refused():
 # --- steps ---
 
 
-def step(index: int, *scheduled: tuple[int, int, int], **more: tuple[int, ...]) -> Step:
+def step(index: int, *scheduled: tuple[int, ...], **more: Any) -> Step:
     """Steps last 3 ms, the next begins 1 ms later, and the clock stands at 70 s when the first begins."""
     start = 70 + 0.004 * index
     return Step(index, start, start + 0.003, tuple(ScheduledRequest(*s) for s in scheduled), **more)
@@ -312,7 +382,7 @@ def test_a_timeline_tells_prefill_decode_and_recompute_apart():
     assert [b.kind for b in found.bars if b.request_id == 5] == ["prefill"] + ["decode"] * 4
     assert [b.kind for b in found.bars if b.request_id == 9] == ["prefill"], "a prompt of one token"
     assert [(b.start, b.end) for b in found.bars[:2]] == [(-0.5, 0.5), (0.5, 1.5)]
-    assert found.preemptions == ((2, 3.5),)
+    assert found.preemptions == ((2, 3.5, False),)
     assert found.waits == ((2, -0.5, 1.5), (2, 3.5, 4.5)), "steps in a row are one line"
 
 
@@ -321,7 +391,61 @@ def test_a_timeline_by_time_starts_at_zero():
     assert found.bars[1].start == pytest.approx(0.004)
     assert found.bars[1].end == pytest.approx(0.007)
     assert found.waits[0] == pytest.approx((2, 0, 0.007))
-    assert found.preemptions[0] == pytest.approx((2, 0.016))
+    assert found.preemptions[0] == pytest.approx((2, 0.016, False))
+
+
+def test_chunks_of_a_prompt_are_prefill_to_the_last_and_a_hit_is_not_a_decode():
+    steps = [
+        step(0, (3, 0, 4, 0), waiting=(8,)),
+        step(1, (3, 4, 1, 0), waiting=(8,)),
+        step(2, (3, 5, 1, 1), (8, 16, 1, 1)),  # 8 has all but its last token from a prefix cache
+        step(3, (3, 6, 1, 1), (8, 17, 1, 1)),
+    ]
+    assert [(b.request_id, b.kind) for b in timeline(steps).bars] == [
+        (3, "prefill"), (3, "prefill"), (3, "prefill"), (8, "prefill"), (3, "decode"), (8, "decode"),
+    ]  # fmt: skip
+    assert [b.kind for b in timeline(steps[3:]).bars] == ["decode", "decode"], (
+        "steps from the middle of a run"
+    )
+
+
+def group_steps(come_back: Sequence[tuple[int, ...]], num_swapped_out: int) -> list[Step]:
+    """Request 4 asks for two samples, loses its memory with 7 and 7 tokens in it, and comes back."""
+    return [
+        step(0, (4, 0, 6, 2)),
+        step(1, (4, 6, 1, 1, 0), (4, 6, 1, 1, 1)),
+        step(2, preempted=(4,), waiting=(4,), num_swapped_out=num_swapped_out),
+        step(3, *come_back),
+        step(4, (4, 7, 1, 1, 0), (4, 7, 1, 1, 1)),
+    ]
+
+
+def test_the_sequences_of_a_request_are_one_line_with_one_bar_a_step():
+    found = timeline(group_steps([(4, 0, 6, 0)], 0), "step")
+    assert found.request_ids == (4,)
+    assert [(b.kind, b.step) for b in found.bars] == [
+        ("prefill", 0), ("decode", 1), ("recompute", 3), ("decode", 4),
+    ]  # fmt: skip
+    (ax,) = draw_timeline(group_steps([(4, 0, 6, 0)], 0)).axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["4"]
+    (ax,) = draw_timeline([step(0, (4, 0, 2), (4 + 2**32, 0, 2))]).axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["4", "4.1"], "requests of their own"
+
+
+def test_a_swap_is_told_apart_from_a_recompute():
+    both = [(4, 7, 1, 1, 0), (4, 7, 1, 1, 1)]
+    swapped = group_steps(both, num_swapped_out=3)
+    assert timeline(swapped, "step").preemptions == ((4, 1.5, True),)
+    assert {b.kind for b in timeline(swapped).bars} == {"prefill", "decode"}, "nothing is computed again"
+    assert timeline(swapped[:3], "step").preemptions == ((4, 1.5, True),), "it has not come back"
+    recomputed = group_steps([(4, 0, 6, 0)], num_swapped_out=3)  # the blocks were another's
+    assert timeline(recomputed, "step").preemptions == ((4, 1.5, False),)
+    assert timeline(group_steps(both, 0), "step").preemptions == ((4, 1.5, False),), "all found by prefix"
+    figure = draw_timeline([*swapped, step(5, (9, 0, 2), preempted=(4,))])
+    marks = {line.get_gid(): line.get_marker() for line in figure.axes[0].lines}
+    assert marks == {"swapped out": "v", "preempted": "x"}
+    assert legend_labels(figure)[-2:] == ["preempted", "swapped out"]
+    render(figure)
 
 
 def test_a_memory_that_keeps_nothing_recomputes_at_every_step():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matplotlib.patches import ConnectionPatch
 
 from minivllm.lab.draw_paging import draw_block_tables
 from minivllm.lab.paging_cost import time_attention, time_decode, unfilled_slots, used_share
 from minivllm.lab.workspace import Workspace
 from minivllm.memory.paged import PagedManager
+from minivllm.memory.sharing import SharingManager
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.loader import load_model
@@ -81,3 +83,17 @@ def test_the_picture_of_tables_shows_each_entry_and_each_token_where_it_lies():
 def test_tables_without_a_block_have_no_picture():
     with pytest.raises(ValueError, match="no table to draw"):
         draw_block_tables(PagedManager(3, 4, 1).snapshot())
+
+
+def test_each_sequence_has_an_arrow_to_a_block_that_it_shares():
+    manager = SharingManager(5, 4, 1)
+    manager.allocate(3, 7)
+    manager.fork(3, 3 + 2**32)
+    manager.allocate(3, 8)  # the second block is copied, and holds one token more
+    figure = draw_block_tables(manager.snapshot())
+    (ax,) = figure.axes
+    arrows = [patch for patch in ax.patches if isinstance(patch, ConnectionPatch)]
+    assert len(arrows) == 4
+    assert len({arrow.xy1 for arrow in arrows}) == 4, "one from every entry of both tables"
+    assert len({arrow.xy2 for arrow in arrows}) == 3
+    assert {"seq 3", "seq 3.1"} <= {text.get_text() for text in ax.texts}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from minivllm import lab
-from minivllm.engine import ScheduledRequest, Step
 from minivllm.lab.draw_results import NOT_MEASURED, _text
 from minivllm.lab.throughput import tokens_over_time, window_for
+from minivllm.step import ScheduledRequest, Step
 
 
 def a_run(*steps: tuple[float, float, int]) -> list[Step]:
@@ -74,6 +74,14 @@ def test_tokens_come_evenly_within_a_step_and_none_between_steps():
     assert (found.tokens, found.seconds, found.mean_rate) == (8, 4.5, 8 / 4.5)
     at = {-1: 0, 0: 0, 1: 2, 2: 4, 2.5: 4, 3.5: 5.5, 4: 7, 4.25: 7.5, 4.5: 8, 9: 8}
     assert {time: found.count_at(time) for time in at} == at
+
+
+def test_a_chunk_gives_no_token_and_a_group_that_parts_gives_several():
+    steps = [
+        Step(0, 0.0, 1.0, (ScheduledRequest(0, 0, 9, 0),)),
+        Step(1, 1.0, 2.0, (ScheduledRequest(0, 9, 3, 4), ScheduledRequest(1, 0, 2, 1))),
+    ]
+    assert tokens_over_time(steps).counts == (0, 0, 0, 5)
 
 
 def test_the_last_window_is_cut_at_the_end_of_the_run():

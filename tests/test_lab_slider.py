@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from minivllm import lab
-from minivllm.engine import ScheduledRequest, Step
 from minivllm.errors import InvalidOption
 from minivllm.lab.draw import draw_memory_map
 from minivllm.lab.record import Recorder, StepRecord
 from minivllm.lab.sliding import as_png, title_of
 from minivllm.memory.paged import PagedManager
+from minivllm.step import ScheduledRequest, Step
 
 
 def some_records(first: int = 0) -> list[StepRecord]:
@@ -74,6 +74,11 @@ def test_a_title_says_which_step_it_is_and_who_is_in_flight():
     assert title_of(records[0]) == "step 7: 2 in flight (3, 8)"
     assert title_of(records[3]) == "step 10: 1 in flight (3)"
     many = tuple(ScheduledRequest(i, 0, 1) for i in (9, 5, 6, 7, 2))
+    group = Step(0, 0.0, 1.0, (ScheduledRequest(3, 0, 9, 4), ScheduledRequest(7, 0, 2, 0)))
+    assert title_of(StepRecord(group, records[0].snapshot)) == "step 0: 5 in flight (3, 7)"
+    parts = tuple(ScheduledRequest(3, 9, 1, 1, branch) for branch in range(4))
+    parted = Step(1, 0.0, 1.0, (*parts, ScheduledRequest(5 + 2**32, 3, 1)))
+    assert title_of(StepRecord(parted, records[0].snapshot)) == "step 1: 5 in flight (3, 5)"
     step = Step(2, 0.0, 1.0, many, preempted=(4,), waiting=(4, 20))
     assert title_of(StepRecord(step, records[0].snapshot)) == (
         "step 2: 5 in flight (2, 5-7, 9), 2 waiting, 1 preempted"

@@ -50,6 +50,19 @@ def test_the_same_arguments_give_the_same_bytes_in_every_process():
     assert texts != {as_text(make_workload(9, seed=4, rate=2.0))}
 
 
+def test_samples_are_kept_in_a_file_and_plain_requests_stay_plain(tmp_path):
+    requests = [
+        WorkloadRequest((1, 2), None, 3),
+        WorkloadRequest((4,), None, 5, n=6, temperature=0.5, seed=0),
+    ]
+    path = tmp_path / "requests.jsonl"
+    write_workload(path, requests)
+    assert read_workload(path) == requests
+    plain, sampled = map(json.loads, path.read_text().splitlines())
+    assert plain.keys() == {"prompt_token_ids", "max_tokens"}
+    assert (sampled["n"], sampled["temperature"], sampled["seed"]) == (6, 0.5, 0)
+
+
 def test_lengths_are_log_normal_with_the_means_asked_for():
     made = make_workload(4000, mean_in=30, mean_out=70, max_in=10**6, max_out=10**6)
     for mean, lengths in ((30, [len(ids_of(r)) for r in made]), (70, [r.max_tokens for r in made])):
@@ -160,13 +173,20 @@ GOOD = b'{"prompt_token_ids": [1], "max_tokens": 1}'
         (b'{"prompt_token_ids": [1], "max_tokens": true}', "max_tokens is true"),
         (b'{"prompt_token_ids": [1], "max_tokens": "4"}', "max_tokens is"),
         (b'{"prompt_token_ids": [1], "max_tokens": 1, "arrival": -0.5}', "arrival is -0.5"),
+        (b'{"prompt": "a", "max_tokens": 1, "n": 0}', "n is 0"),
+        (b'{"prompt": "a", "max_tokens": 1, "n": true}', "n is true"),
+        (b'{"prompt": "a", "max_tokens": 1, "temperature": -1, "seed": 1}', "temperature is -1"),
+        (b'{"prompt": "a", "max_tokens": 1, "temperature": NaN, "seed": 1}', "temperature is NaN"),
+        (b'{"prompt": "a", "max_tokens": 1, "temperature": 1, "seed": 1.5}', "seed is 1.5"),
+        (b'{"prompt": "a", "max_tokens": 1, "temperature": 1}', "expected a seed as well"),
+        (b'{"prompt": "a", "max_tokens": 1, "seed": 1}', "expected a temperature above 0 as well"),
         (b'{"prompt_token_ids": [1], "max_tokens": 1, "arrival": NaN}', "arrival is NaN"),
         (b'{"prompt_token_ids": [1], "max_tokens": 1, "arrival": Infinity}', "arrival is Infinity"),
         (b'{"prompt_token_ids": [1], "max_tokens": 1, "arrival": "now"}', "arrival is"),
-        (b'{"prompt_token_ids": [1], "max_tokens": 1, "temperature": 1}', "'temperature'"),
+        (b'{"prompt_token_ids": [1], "max_tokens": 1, "top_p": 1}', "'top_p'"),
         (b'{"prompt_token_ids": [1], "max_tokens": 1, "max_tokens": 2}', "twice"),
     ],
-    ids=range(27),
+    ids=range(34),
 )
 def test_a_bad_line_is_named_with_its_file_its_number_and_what_was_expected(line, named, tmp_path):
     path = tmp_path / "bad.jsonl"
@@ -247,7 +267,7 @@ def test_the_command_writes_the_file_and_says_how_much_is_in_it(tmp_path):
         (["--n", "0"], "n=0"),
         (["--rate", "0"], "rate=0.0"),
         (["--mean-in", "nan"], "mean_in=nan"),
-        (["--max-out", "100"], "mean_out=128.0"),
+        (["--max-out", "100"], "mean_out=128 "),
     ],
     ids=range(8),
 )

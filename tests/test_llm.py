@@ -664,9 +664,30 @@ def test_a_progress_bar_comes_when_it_is_asked_for(llm, capsys):
     [
         ({"cache": "pagd"}, "cache='pagd'.*recompute, naive, contiguous, paged"),
         ({"cache": None}, "cache=None"),
-        ({"scheduler": "chunked"}, "scheduler='chunked'.*static, continuous"),
+        ({"scheduler": "eager"}, "scheduler='eager'.*static, continuous, chunked"),
+        ({"scheduler": "chunked", "cache": "naive"}, "scheduler='chunked' .*cache='naive'.*cache='paged'"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        ({"long_prefill_token_threshold": 0}, "long_prefill_token_threshold=0"),
+        ({"max_num_batched_tokens": 5, "scheduler": "static"}, "max_num_batched_tokens=5 .*'chunked'"),
+        ({"prefer_prefill": True, "cache": "naive"}, "prefer_prefill=True .*'chunked'"),
+        ({"prefer_prefill": 1}, "prefer_prefill=1 .*True, False"),
+        ({"prefix_cache": "tree"}, "prefix_cache='tree'.*hash, radix"),
+        ({"prefix_cache": "hash", "cache": "contiguous"}, "prefix_cache='hash' .*cache='paged'"),
+        ({"enable_prefix_caching": True, "cache": "naive"}, "enable_prefix_caching=True .*cache='paged'"),
+        ({"enable_prefix_caching": False, "prefix_cache": "hash"}, "contradict"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
+        ({"sharing": False, "prefix_cache": "hash"}, "prefix_cache='hash' .*sharing=False"),
+        ({"sharing": False, "preemption": "swap", "swap_space": 10**6}, "preemption='swap' .*sharing=False"),
+        ({"sharing": True, "cache": "naive"}, "sharing=True .*cache='paged'"),
         ({"attention": "flash"}, "attention='flash'"),
-        ({"preemption": "swap"}, "preemption='swap'.*recompute"),
+        ({"preemption": "swap"}, "preemption='swap' needs swap_space"),
+        ({"preemption": "swap", "swap_space": 0}, "preemption='swap' needs swap_space"),
+        ({"preemption": "swap", "swap_space": 5}, "swap_space=5 .*a block takes 21504 bytes"),
+        ({"preemption": "swap", "swap_space": -5}, "swap_space=-5"),
+        ({"preemption": "swap", "swap_space": 2**62}, "no room for.*swap_space"),
+        ({"preemption": "swap", "cache": "naive"}, "preemption='swap' .*cache='paged'"),
+        ({"swap_space": 10**6}, "swap_space=1000000 is for preemption='swap'"),
+        ({"preemption": "forget"}, "preemption='forget'.*recompute, swap"),
         ({"reservation": "min", "cache": "contiguous"}, "reservation='min'.*max, pow2, oracle"),
         ({"reservation": "max"}, "reservation='max' is not possible with cache='paged'.*cache='contiguous'"),
         ({"block_size": 16, "cache": "naive"}, "block_size=16 .*cache='naive'.*cache='paged'"),
@@ -694,7 +715,7 @@ def test_a_progress_bar_comes_when_it_is_asked_for(llm, capsys):
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is not possible on cpu"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         ({"kv_cache_memory_bytes": 2**62, "cache": "naive"}, "no room for 4,611,686,018,427,387,904 bytes"),
-        ({"scheduling_policy": "priority"}, "scheduling_policy='priority'.*fcfs"),
+        ({"scheduling_policy": "lottery"}, "scheduling_policy='lottery'.*fcfs, priority"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": "x"}, "seed='x'"),
         ({"dtype": "float16"}, "loaded already"),
@@ -722,7 +743,12 @@ def test_defaults_follow_from_the_cache():
         cache: EngineArgs(cache=cache).resolve(MODEL)
         for cache in ("recompute", "naive", "contiguous", "paged")
     }
-    assert {a.scheduler for a in chosen.values()} == {"continuous"}
+    assert [a.scheduler for a in chosen.values()] == ["continuous"] * 3 + ["chunked"]
+    assert [a.max_num_batched_tokens for a in chosen.values()] == [None] * 3 + [512]
+    assert EngineArgs(max_num_seqs=700).resolve(MODEL).max_num_batched_tokens == 700
+    assert EngineArgs(enable_prefix_caching=True).resolve(MODEL).prefix_cache == "hash"
+    assert [a.prefix_cache for a in chosen.values()] == [None] * 4
+    assert [a.sharing for a in chosen.values()] == [None] * 3 + [True]
     assert {a.max_model_len for a in chosen.values()} == {1024}
     assert [a.block_size for a in chosen.values()] == [None, None, None, 16]
     assert [a.reservation for a in chosen.values()] == [None, None, "max", None]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import hf_greedy
+from oracle import hf_beam_search, hf_greedy
 
+from minivllm.decoding.beam_search import beam_search
 from minivllm.decoding.generate import generate
+from minivllm.decoding.parallel import parallel_sample
 from minivllm.engine_args import EngineArgs
 from minivllm.lab.ladder import Rung, run_rung
 from minivllm.lab.same_tokens import compare_tokens
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.memory.buddy import BuddyAllocator
 from minivllm.memory.naive_store import NaiveStore
+from minivllm.memory.sharing import SharingManager
+from minivllm.memory.sharing_store import SharingStore
 from minivllm.memory.size import bytes_per_token
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
-from minivllm.params import SamplingParams
+from minivllm.params import BeamSearchParams, SamplingParams
 
 # 1 to 600, and around multiples of 16
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 127, 128, 129, 255, 600)
@@ -152,3 +156,37 @@ def test_a_known_question_gets_its_answer(smollm2, smollm2_tokenizer):
     )
     params = SamplingParams(temperature=0, max_tokens=12)
     assert "Paris" in smollm2_tokenizer.decode(list(generate(smollm2, NaiveStore(), prompt, params)))
+
+
+@pytest.fixture
+def question(smollm2_tokenizer) -> list[int]:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    return smollm2_tokenizer.apply_chat_template(messages)
+
+
+@pytest.fixture
+def shared_memory(smollm2):
+    """Blocks of 16 that can be shared, its two halves."""
+    return SharingStore(smollm2.config, 40, 16), SharingManager(40, 16, bytes_per_token(smollm2))
+
+
+def test_four_beams_are_those_of_transformers(smollm2, theirs, question, shared_memory):
+    store, manager = shared_memory
+    params = BeamSearchParams(beam_width=4, max_tokens=10)
+    found, report = beam_search(smollm2, store, manager, question, params)
+    eos = smollm2.config.eos_token_ids
+    expected = hf_beam_search(theirs, question, beam_width=4, max_tokens=10, eos_token_ids=eos, exact=False)
+    assert [h.token_ids for h in found] == [tokens for tokens, _ in expected]
+    assert [h.score for h in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert {h.finish_reason for h in found} == {"stop", "length"}
+    assert report.num_blocks < report.num_blocks_without_sharing
+
+
+def test_samples_of_one_prompt_are_those_of_the_loop(smollm2, question, shared_memory):
+    store, manager = shared_memory
+    params = SamplingParams(n=3, seed=5, max_tokens=5)
+    outputs, report = parallel_sample(smollm2, store, manager, question, params)
+    for i, tokens in enumerate(outputs):
+        alone = SamplingParams(seed=5 + i, max_tokens=5)
+        assert tokens == list(generate(smollm2, NaiveStore(), question, alone))
+    assert report.num_blocks < report.num_blocks_without_sharing

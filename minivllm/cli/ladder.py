@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     "--rungs",
     default=None,
     help="Only these, separated by commas: recompute, naive, contiguous-max, contiguous-pow2, "
-    "contiguous-oracle (contiguous: all three), paged, continuous. The others are compared with the first.",
+    "contiguous-oracle (contiguous: all three), paged, sharing, prefix, continuous, chunked. The others are "
+    "compared with the first.",
 )
 @click.option(
     "--requests",
     default=None,
     metavar="N|FILE",
-    help="So many of the ladder's own requests (20), or a file as `minivllm workload` writes it.",
+    help="So many of the ladder's own requests (12), or a file as `minivllm workload` writes it.",
 )
 @click.option(
     "--kv-cache-memory-bytes",
@@ -89,7 +90,8 @@ def ladder(
         **lab.about(decoder, model),
         "requests": len(workload),
         "prompt_tokens": sum(len(r.token_ids) for r in workload),
-        "output_tokens": sum(r.max_tokens for r in workload),
+        "sequences": sum(r.n for r in workload),
+        "output_tokens": sum(r.n * r.max_tokens for r in workload),
         "kv_cache_memory_bytes": budget,
         "max_model_len": min(lab.MAX_MODEL_LEN, decoder.config.max_position_embeddings),
     }
@@ -123,14 +125,14 @@ def _workload(asked: str | None, tokenizer: Tokenizer, source: ModelSource) -> l
 
     from minivllm.errors import InvalidRequestFile
     from minivllm.lab.bench.options import config_of, encode_prompts
-    from minivllm.lab.ladder_workload import NUM_REQUESTS, default_requests
+    from minivllm.lab.ladder_workload import NUM_LADDER_REQUESTS, ladder_requests
     from minivllm.lab.workload import read_workload
 
     if asked is None or asked.isdecimal():
-        n = NUM_REQUESTS if asked is None else int(asked)
+        n = NUM_LADDER_REQUESTS if asked is None else int(asked)
         if n < 1:
             raise click.UsageError(f"--requests {asked}: at least 1 is needed.")
-        return default_requests(tokenizer, n)
+        return ladder_requests(tokenizer, n)
     found = read_workload(asked)
     late = sum(r.arrival > 0 for r in found)
     if late:
@@ -154,19 +156,22 @@ def _print(
     slots = results[0].records[0].snapshot.num_slots
     console.print(
         f"\n{about['model']}, {about['dtype']}, {about['device']} ({about['versions']}, {about['date']})\n"
-        f"{about['requests']} requests at once: {about['prompt_tokens']} tokens of prompt, "
-        f"{about['output_tokens']} to generate. Memory for keys and values: {slots:,} tokens "
-        f"({format_bytes(about['kv_cache_memory_bytes'])}). Longest context: {about['max_model_len']:,}.\n",
+        f"{about['requests']} requests at once for {about['sequences']} sequences: {about['prompt_tokens']} "
+        f"tokens of prompt, {about['output_tokens']} to generate. Memory for keys and values: {slots:,} "
+        f"tokens ({format_bytes(about['kv_cache_memory_bytes'])}). Longest context: "
+        f"{about['max_model_len']:,}.\n",
         markup=False,
         highlight=False,
     )
     shown = max(range(len(workload)), key=lambda i: workload[i].max_tokens)
-    prompt, answer = workload[shown].token_ids, results[0].outputs[shown]
+    first = sum(r.n for r in workload[:shown])  # of its sequences
+    prompt, answer = workload[shown].token_ids, results[0].outputs[first]
     console.print(f"Request {shown}, and what the model wrote after it:", markup=False, highlight=False)
     console.print(f"  {tokenizer.decode(prompt)!r}", markup=False, highlight=False)
     console.print(f"  {tokenizer.decode(answer)!r}", style="bold", markup=False, highlight=False)
     console.print()
     console.print(memory_table(results))
+    console.print(work_table(results))
     console.print(time_table(results))
 
 
@@ -181,7 +186,8 @@ def memory_table(results: list[RungResult]) -> Table:
         title="The ladder: memory",
         caption="Same: the tokens, against the first rung. KV held: memory that no other request could take, "
         "the mean over the steps, and its shares: used by a token, used later, never used. In flight: "
-        "requests that ran at once, the mean and the most. Preempted: how often one lost its memory.",
+        "sequences that ran at once (a request for 4 samples is 4), the mean and the most. Preempted: how "
+        "often a request lost its memory.",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -199,6 +205,33 @@ def memory_table(results: list[RungResult]) -> Table:
             *("-" if share is None else f"{share:.0%}" for share in shares),
             f"{figures['in_flight_mean']:.1f} / {figures['in_flight_most']}",
             str(r.num_preemptions),
+        )
+    return table
+
+
+def work_table(results: list[RungResult]) -> Table:
+    """One line a rung: what the model had to compute, and what it found or copied instead."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        title="The ladder: work",
+        caption="Computed: tokens that went through the model, in all and in the largest step. Prefix hits: "
+        "prompt tokens found in memory, of all. Copied: blocks, before a sequence wrote where others read.",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("rung", no_wrap=True)
+    for name in ("steps", "computed", "largest step", "prefix hits", "copied"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.rung.name,
+            str(len(r.records)),
+            f"{sum(r.computed):,}",
+            f"{max(r.computed):,}",
+            "-" if r.prefix_hit_rate is None else f"{r.prefix_hit_rate:.0%}",
+            str(r.num_copied_blocks),
         )
     return table
 

@@ -30,9 +30,9 @@ def generate(
     """
     check_prompt(prompt, model.config)
     check_params(params, model.config)
-    if params.stop or params.logprobs is not None:
+    if params.stop or params.logprobs is not None or params.n > 1:
         raise InvalidOption(
-            "This loop knows no text and gives token ids only; for stop and logprobs use LLM."
+            "This loop gives the token ids of one sequence, no text; for n, stop and logprobs use LLM."
         )
     eos, max_tokens = model.config.eos_token_ids, model.config.max_position_embeddings - len(prompt)
     output: list[int] = []

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.engine_args import EngineArgs, build_engine
+from minivllm.engine_args import EngineArgs
+from minivllm.engine_parts import build_engine
 from minivllm.errors import InvalidOption
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.memory.contiguous import ContiguousManager, ContiguousSnapshot, Move

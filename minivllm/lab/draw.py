@@ -4,7 +4,9 @@ Every picture is a pure function of snapshots onto a matplotlib figure: no pyplo
 is drawn is first computed as plain data, in `segments.py`. `draw_steps.py` draws what happens over time.
 
 Memory reads like a hex dump: rows of slots, addresses from left to right, then down. A sequence has the
-colour of its id modulo the palette, and its id as a number; what is held but unused is hatched as well.
+colour of its id modulo the palette, and its id as a number; what is held but unused is hatched as well. A
+block that several sequences share has the first one's colour, dots, and its reference count behind the id,
+"5 x3"; a free block that a prefix cache can still find has a light hatch of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from minivllm.errors import InvalidOption
-from minivllm.lab.segments import colour, format_bytes, segments
+from minivllm.lab.segments import Segment, colour, format_bytes, label, segments
 from minivllm.memory.contiguous import ContiguousSnapshot
 from minivllm.memory.manager import Snapshot
 from minivllm.memory.paged import PagedSnapshot
+from minivllm.memory.prefix_cache import PrefixSnapshot
+from minivllm.memory.sharing import SharedSnapshot
 
 try:
     from matplotlib.axes import Axes
@@ -33,6 +37,7 @@ except ImportError as error:
     raise InvalidOption('Pictures need matplotlib. Install it: pip install "minivllm[lab]"') from error
 
 FREE, HATCH, LINE = "#F1F1F1", "/////", "#333333"
+SHARED_HATCH, CACHED_HATCH = "....", "\\\\"
 NOT_PHYSICAL = "placement not physical: each sequence has its own tensors"
 NOTHING = "nothing is kept, all slots are free"
 
@@ -57,7 +62,7 @@ def draw_memory_map(
     width, height = extent.width / point, extent.height / point
     _draw_map(ax, snapshot, title, per_row, -(-snapshot.num_slots // per_row), width, height)
     below = ax.transAxes + ScaledTranslation(0, -36 / 72, figure.dpi_scale_trans)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, **_legend())
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below, **_legend([snapshot]))
     return figure
 
 
@@ -106,7 +111,7 @@ def draw_film_strip(
             ax.set_axis_off()
         elif i % columns and _unit(snapshots[i]) == _unit(snapshots[i - 1]):
             ax.set_ylabel("")  # as to its left
-    figure.legend(loc="outside lower center", **_legend())
+    figure.legend(loc="outside lower center", **_legend(snapshots))
     return figure
 
 
@@ -148,12 +153,26 @@ def _summary(snapshot: Snapshot) -> str:
     else:
         of_held, of_all = snapshot.used / snapshot.held, snapshot.used / snapshot.num_slots
         parts.append(f"utilisation {of_held:.0%} of held, {of_all:.0%} of all")
+    if cached := _num_cached(snapshot):
+        parts.append(f"cached, of the free, {cached:,} blocks")
+    if shared := _num_shared(snapshot):
+        parts.append(f"shared {shared:,} blocks")
     if isinstance(snapshot, ContiguousSnapshot):
         parts.append(f"longest free run {snapshot.largest_free_run:,}")
     elif not isinstance(snapshot, PagedSnapshot) and snapshot.held:
         parts.append(NOT_PHYSICAL)
     unbroken = [part if part == NOT_PHYSICAL else part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts]
     return " · ".join(unbroken)
+
+
+def _num_shared(snapshot: Snapshot) -> int:
+    """Blocks with a reference count of 2 or more."""
+    return isinstance(snapshot, SharedSnapshot) and sum(n > 1 for n in snapshot.ref_count.values())
+
+
+def _num_cached(snapshot: Snapshot) -> int:
+    """Free blocks that can be found by their contents."""
+    return isinstance(snapshot, PrefixSnapshot) and len(snapshot.cached)
 
 
 def _quads(start: int, length: int, per_row: int) -> list[_Quad]:
@@ -185,18 +204,27 @@ def _draw_map(
         collection.set_clip_on(False)  # or the outermost lines would be half as thick
         ax.add_collection(collection, autolim=False)
 
-    free = [quad for s in found if s.seq_id is None for quad in _quads(s.start, s.length, per_row)]
+    def whole(chosen: Iterable[Segment]) -> list[_Quad]:
+        return [quad for s in chosen for quad in _quads(s.start, s.length, per_row)]
+
+    free = whole(s for s in found if s.seq_id is None)
     add("free", free, facecolors=FREE, edgecolors="#BBBBBB", linewidths=thin / 2)
+    if cached := whole(s for s in found if s.cached):
+        add("cached", cached, facecolors="white", edgecolors="#BBBBBB", linewidths=0, hatch=CACHED_HATCH)
     light = [tuple(0.3 * c + 0.7 for c in to_rgb(colour(i))) for i, _ in held]
     add("held", [q for _, q in held], facecolors=light, edgecolors="#777777", linewidths=0, hatch=HATCH)
     add("used", [q for _, q in used], facecolors=[colour(i) for i, _ in used], linewidths=0)
     slots = [quad for i in each for quad in _quads(i, 1, per_row)]
     add("slots", slots, facecolors="none", edgecolors="#FFFFFF99", linewidths=0.5)
-    outlines = [quad for s, _ in taken for quad in _quads(s.start, s.length, per_row)]
-    add("outline", outlines, facecolors="none", edgecolors=LINE, linewidths=thin)
+    if shared := whole(s for s in found if s.ref_count > 1):
+        add("shared", shared, facecolors="none", edgecolors="#FFFFFF", linewidths=0, hatch=SHARED_HATCH)
+    add("outline", whole(s for s, _ in taken), facecolors="none", edgecolors=LINE, linewidths=thin)
     for s, i in taken:
         places = _quads(s.start, s.used, per_row), _quads(s.start, s.length, per_row)
-        _write_id(ax, str(i), places, slot, min(9, 0.55 * height / num_rows))
+        texts = [f"{label(i)} x{s.ref_count}", f"x{s.ref_count}"] if s.ref_count > 1 else [label(i)]
+        for text in texts:
+            if _write_id(ax, text, places, slot, min(9, 0.55 * height / num_rows)):
+                break
     ax.set(xlim=(0, per_row), ylim=(num_rows - 0.5, -0.5))
     _label(ax, snapshot, per_row, num_rows, width, height)
     lines = [line.strip(" ·") for line in textwrap.wrap(_summary(snapshot), max(24, int(width / 4.2)))]
@@ -206,8 +234,8 @@ def _draw_map(
     ax.text(0, 1, title, transform=above, **bold)
 
 
-def _write_id(ax: Axes, text: str, places: Iterable[list[_Quad]], slot: float, font: float) -> None:
-    """Write the id into the widest rectangle of the first place that has room for it, if one has."""
+def _write_id(ax: Axes, text: str, places: Iterable[list[_Quad]], slot: float, font: float) -> bool:
+    """Write the id into the widest rectangle of the first place that has room for it; whether one has."""
     for quads in filter(None, places):
         (left, y), (right, _), *_ = max(quads, key=lambda quad: quad[1][0] - quad[0][0])
         size = min(font, ((right - left) * slot - 2) / (0.66 * len(text)))
@@ -215,7 +243,8 @@ def _write_id(ax: Axes, text: str, places: Iterable[list[_Quad]], slot: float, f
             halo = withStroke(linewidth=2, foreground="white")
             ax.text((left + right) / 2, y + 0.42, text, fontsize=size, gid="seq_id", path_effects=[halo],
                     ha="center", va="center_baseline")  # fmt: skip
-            return
+            return True
+    return False
 
 
 def _label(ax: Axes, snapshot: Snapshot, per_row: int, num_rows: int, width: float, height: float) -> None:
@@ -235,13 +264,21 @@ def _label(ax: Axes, snapshot: Snapshot, per_row: int, num_rows: int, width: flo
     ax.spines[:].set_visible(False)
 
 
-def _legend() -> dict[str, Any]:
+def _legend(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+    """What is shared or cached is explained only where there is some."""
     used = Patch(facecolor="#777777", edgecolor=LINE, label="used: holds a token")
     held = Patch(facecolor="#E4E4E4", edgecolor="#777777", hatch=HATCH, label="held, but unused")
     free = Patch(facecolor=FREE, edgecolor="#BBBBBB", label="free")
+    handles = [used, held, free]
+    if any(map(_num_shared, snapshots)):
+        label = "shared, xN: by N sequences"
+        handles.append(Patch(facecolor="#777777", edgecolor="#FFFFFF", hatch=SHARED_HATCH, label=label))
+    if any(map(_num_cached, snapshots)):
+        label = "cached: free, and can be found"
+        handles.append(Patch(facecolor="white", edgecolor="#BBBBBB", hatch=CACHED_HATCH, label=label))
     style = {"ncols": 3, "frameon": False, "fontsize": 9, "title_fontsize": 9}
     return {
-        "handles": [used, held, free],
+        "handles": handles,
         "title": "colour and number: the sequence (colours repeat, numbers do not)",
         **style,
     }

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.lab.draw import FREE, HATCH, LINE
-from minivllm.lab.segments import colour
+from minivllm.lab.segments import colour, label
 from minivllm.memory.paged import PagedSequenceMemory, PagedSnapshot
 
 # isort: split
@@ -27,7 +27,8 @@ ARROWS = 2.6  # width of the space between table and pool
 def draw_block_tables(
     snapshot: PagedSnapshot, *, texts: Mapping[int, Sequence[str]] | None = None, title: str = ""
 ) -> Figure:
-    """Each sequence's tokens in order, its block table, and the blocks of the pool that the table names.
+    """Each sequence's tokens in order, its block table, and the blocks of the pool that the table names. To a
+    block that several share, each has an arrow; it is drawn as that with most tokens in it has it.
 
     texts: sequence id -> what to write for each of its tokens; without it, their positions. For a pool of
     at most about 20 blocks. Raises ValueError for a snapshot in which no sequence has a block.
@@ -51,12 +52,12 @@ def draw_block_tables(
         ax.text(x, -0.35, text, ha="center", va="bottom", fontsize=9, fontweight="bold")
     if title:
         ax.set_title(title, fontsize=10, loc="left")
-    where: dict[int, tuple[float, PagedSequenceMemory, int]] = {}
-    for s, i in rows:
-        y = len(where) + snapshot.sequences.index(s)
-        where[s.block_ids[i]] = y, s, i
+    where: dict[int, list[tuple[float, PagedSequenceMemory, int]]] = {}
+    for row, (s, i) in enumerate(rows):
+        y = row + snapshot.sequences.index(s)
+        where.setdefault(s.block_ids[i], []).append((y, s, i))
         if i == 0:
-            ax.text(-0.3, y + 0.5, f"seq {s.seq_id}", ha="right", va="center", fontsize=9)
+            ax.text(-0.3, y + 0.5, f"seq {label(s.seq_id)}", ha="right", va="center", fontsize=9)
         _block(ax, 0, y, s, i, size, texts)
         _cell(ax, left, y, TABLE, str(s.block_ids[i]), facecolor="white")
     for block in range(num_blocks):
@@ -64,9 +65,10 @@ def draw_block_tables(
         if block not in where:
             _block(ax, pool, block, None, 0, size, texts)
         else:
-            entry, owner, i = where[block]
+            _, owner, i = max(where[block], key=lambda at: at[1].used)
             _block(ax, pool, block, owner, i, size, texts)
-            _arrow(ax, (left + TABLE, entry + 0.5), (pool - 0.75, block + 0.5), colour(owner.seq_id))
+            for entry, s, _ in where[block]:
+                _arrow(ax, (left + TABLE, entry + 0.5), (pool - 0.75, block + 0.5), colour(s.seq_id))
     return figure
 
 

@@ -25,7 +25,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
-    from minivllm.engine import Step
+    from minivllm.step import Step
 
 # Okabe and Ito's colours that show as a line on white, and dashes: five times four differ.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from minivllm.lab.draw import HATCH, LINE
-from minivllm.lab.segments import byte_unit
-from minivllm.lab.timeline import Bar, timeline
+from minivllm.lab.segments import byte_unit, label
+from minivllm.lab.timeline import Bar, Preemption, timeline
 
 # isort: split
 # Below draw.py, which says what to do where matplotlib is missing.
@@ -26,8 +26,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
-    from minivllm.engine import Step
     from minivllm.lab.record import StepRecord
+    from minivllm.step import Step
 
 # kind -> (colour, share of the row's height, hatch)
 KINDS = {
@@ -44,7 +44,7 @@ BLUE, PREEMPTED, WAITING = "#0072B2", "#D55E00", "#999999"
 
 
 def draw_timeline(steps: Iterable[Step], *, ax: Axes | None = None, by: str = "time") -> Figure:
-    """One row per request, one bar per step it took part in; returns the figure.
+    """One row per request, one bar per step that any of its sequences took part in; returns the figure.
 
     by="time": the x axis is in ms or s since the first step began; by="step": the number of the step.
     Where there are too many bars to tell apart, equal ones of steps in a row are drawn as one.
@@ -60,7 +60,7 @@ def draw_timeline(steps: Iterable[Step], *, ax: Axes | None = None, by: str = "t
     row_of = {i: row for row, i in enumerate(found.request_ids)}
     ends = [bar.end for bar in found.bars] + [wait.end for wait in found.waits]
     last = max([*ends, *(p.start for p in found.preemptions)])
-    scale, label = _time_unit(last) if by == "time" else (1, "step")
+    scale, axis = _time_unit(last) if by == "time" else (1, "step")
     height_in_points = ax.get_window_extent().height * 72 / ax.figure.dpi
     many = len(steps) > 150 or height_in_points / num_rows < 6
     drawn = _joined(found.bars) if many else found.bars
@@ -91,35 +91,40 @@ def draw_timeline(steps: Iterable[Step], *, ax: Axes | None = None, by: str = "t
             [(t * scale, row_of[wait.request_id]) for t in (wait.start, wait.end)] for wait in found.waits
         ]
         ax.add_collection(LineCollection(lines, colors=WAITING, linewidths=1.2, gid="waiting", zorder=0.9))
-    if found.preemptions:
-        x, y = [p.start * scale for p in found.preemptions], [row_of[p.request_id] for p in found.preemptions]
-        ax.add_line(_cross(x, y, clip_on=False))
+    for swapped in (False, True):
+        lost = [p for p in found.preemptions if p.swapped == swapped]
+        if lost:
+            x, y = [p.start * scale for p in lost], [row_of[p.request_id] for p in lost]
+            ax.add_line(_mark(x, y, swapped, clip_on=False))
     first = 0 if by == "time" else steps[0].index - 0.5
     ax.set(
         xlim=(first, max(last * scale, first + 1e-9)),
         ylim=(num_rows - 0.4, -0.6),
-        xlabel=label,
+        xlabel=axis,
         ylabel="request id",
     )
     if by == "step":
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     rows = range(0, num_rows, math.ceil(11 * num_rows / height_in_points))
-    ax.set_yticks(rows, [str(found.request_ids[row]) for row in rows])
-    _finish(ax, _timeline_legend(), 3)
+    ax.set_yticks(rows, [label(found.request_ids[row]) for row in rows])
+    _finish(ax, _timeline_legend(found.preemptions), 3)
     return cast(Figure, ax.figure)
 
 
-def _cross(x: Sequence[float], y: Sequence[float], **style: Any) -> Line2D:
-    return Line2D(x, y, linestyle="", marker="x", markersize=6, markeredgewidth=1.8, color=PREEMPTED,
-                  label="preempted", gid="preempted", **style)  # fmt: skip
+def _mark(x: Sequence[float], y: Sequence[float], swapped: bool, **style: Any) -> Line2D:
+    """Where requests were preempted: a cross, or a triangle, out to the CPU, where they were swapped."""
+    name = "swapped out" if swapped else "preempted"
+    return Line2D(x, y, linestyle="", marker="v" if swapped else "x", markersize=6, markeredgewidth=1.8,
+                  color=PREEMPTED, label=name, gid=name, **style)  # fmt: skip
 
 
-def _timeline_legend() -> list[Any]:
+def _timeline_legend(preemptions: Sequence[Preemption]) -> list[Any]:
     bars = [
         Patch(facecolor=fill, edgecolor=LINE if hatch else "white", hatch=hatch, label=LABELS[kind])
         for kind, (fill, _, hatch) in KINDS.items()
     ]
-    return [*bars, Line2D([], [], color=WAITING, linewidth=1.2, label="waiting"), _cross([], [])]
+    marks = [_mark([], [], swapped) for swapped in sorted({False, *(p.swapped for p in preemptions)})]
+    return [*bars, Line2D([], [], color=WAITING, linewidth=1.2, label="waiting"), *marks]
 
 
 def draw_utilisation(records: Iterable[StepRecord], *, ax: Axes | None = None) -> Figure:
@@ -152,7 +157,7 @@ def draw_utilisation(records: Iterable[StepRecord], *, ax: Axes | None = None) -
     upper.stairs(budget, edges, label="budget", gid="budget", color=LINE, linestyle="--", **line)
     upper.stairs(held, edges, label="held", gid="held", facecolor="#D6E9F5", hatch=HATCH, **in_use)
     upper.stairs(used, edges, label="used", gid="used", facecolor=BLUE, **in_use)
-    running = [len(record.step.scheduled) for record in records]
+    running = [len({part.request_id for part in record.step.scheduled}) for record in records]
     waiting = [len(record.step.waiting) for record in records]
     lower.stairs(running, edges, label="running", gid="running", color="#009E73", **line)
     lower.stairs(waiting, edges, label="waiting", gid="waiting", color=PREEMPTED, linestyle=":", **line)

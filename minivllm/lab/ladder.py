@@ -2,6 +2,9 @@
 
 Every rung has the same requests, the same memory budget and the same longest context, and must give the
 tokens of the first, which recomputes everything and so cannot be stale. What may change is memory and time.
+
+A request for n samples is n sequences. A memory that cannot share gets n requests instead, with the same
+numbers drawn; so everything here is counted by sequence, in the order of the requests and their samples.
 """
 
 from __future__ import annotations
@@ -10,26 +13,35 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
 
-from minivllm.engine_args import EngineArgs, build_engine, build_manager
+from minivllm.engine_args import EngineArgs
+from minivllm.engine_parts import build_engine, build_manager
 from minivllm.errors import InvalidOption, RequestTooLong
 from minivllm.lab.bench.result import BenchResult, RequestRecord, device_name
 from minivllm.lab.ladder_workload import default_budget
-from minivllm.lab.record import Recorder, StepRecord
-from minivllm.lab.same_tokens import compare_tokens, verdict_of_many
+from minivllm.lab.record import Recorder, StepRecord, in_flight
+from minivllm.lab.same_tokens import Comparison, compare_sampled, compare_tokens, verdict_of_many
+from minivllm.lab.segments import label
 from minivllm.lab.waste import Split, mean_split
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.memory.manager import KVManager
+from minivllm.memory.prefix_cache import PrefixCachingManager
 from minivllm.memory.store import RecomputeStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
 from minivllm.params import SamplingParams
 from minivllm.scheduling.request import Request
+from minivllm.scheduling.request_memory import RequestMemory
 
 MAX_MODEL_LEN = 2048
+MAX_NUM_BATCHED_TOKENS = 48  # of the chunked rung: a long prompt takes three or four steps
+_STATIC = {"cache": "paged", "scheduler": "static"}
+_PREFIX = {"cache": "paged", "sharing": True, "prefix_cache": "hash"}
+_CHUNKED = {"scheduler": "chunked", "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -49,19 +61,23 @@ RUNGS = {
         ("contiguous-max", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "max"}),
         ("contiguous-pow2", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "pow2"}),
         ("contiguous-oracle", 2, {"cache": "contiguous", "scheduler": "static", "reservation": "oracle"}),
-        ("paged", 3, {"cache": "paged", "scheduler": "static"}),
-        ("continuous", 6, {"cache": "paged", "scheduler": "continuous"}),
+        ("paged", 3, {**_STATIC, "sharing": False}),
+        ("sharing", 4, {**_STATIC, "sharing": True}),
+        ("prefix", 5, {**_PREFIX, "scheduler": "static"}),
+        ("continuous", 6, {**_PREFIX, "scheduler": "continuous"}),
+        ("chunked", 7, {**_PREFIX, **_CHUNKED}),
     )
 }
 
 
 @dataclass
 class RungResult:
-    """What one rung did.
+    """What one rung did. outputs: the tokens of each sequence.
 
-    same_tokens: "(reference)", "yes", "yes, 1 tie", or "NO, ..." for the first request that differs.
+    same_tokens: "(reference)", "yes", "yes, 1 tie", or "NO, ..." for the first sequence that differs.
     held_bytes, used_bytes: means over the steps. split: what was held, by what it was held for, summed over
-    the steps. latency: figures as `BenchResult.summary` makes them.
+    the steps. latency: figures as `BenchResult.summary` makes them. prefix_hit_rate: by tokens, of all
+    prompts, each at its first admission; None without a prefix cache.
     """
 
     rung: Rung
@@ -70,12 +86,23 @@ class RungResult:
     split: Split
     num_preemptions: int
     latency: dict[str, Any]
+    prefix_hit_rate: float | None = None
     same_tokens: str = ""
 
     @property
     def in_flight(self) -> list[int]:
-        """Requests that ran at once, step by step."""
-        return [len(record.step.scheduled) for record in self.records]
+        """Sequences that ran at once, step by step."""
+        return [in_flight(record.step) for record in self.records]
+
+    @property
+    def computed(self) -> list[int]:
+        """Tokens that the model computed, step by step."""
+        return [sum(part.num_new_tokens for part in record.step.scheduled) for record in self.records]
+
+    @property
+    def num_copied_blocks(self) -> int:
+        """Blocks that were copied before a write, since others read them too."""
+        return sum(record.step.num_copied for record in self.records)
 
     @property
     def held_bytes(self) -> float:
@@ -89,8 +116,8 @@ class RungResult:
 
     @property
     def fullest(self) -> StepRecord:
-        """The step with the most requests in flight; of several, the one with the most tokens in memory."""
-        return max(self.records, key=lambda record: (len(record.step.scheduled), record.snapshot.used))
+        """The step with the most sequences in flight; of several, the one with the most tokens in memory."""
+        return max(self.records, key=lambda record: (in_flight(record.step), record.snapshot.used))
 
     def to_json(self) -> dict[str, Any]:
         """The figures and the tokens as plain values."""
@@ -108,6 +135,10 @@ class RungResult:
             "in_flight_most": max(self.in_flight),
             "steps": len(self.records),
             "preemptions": self.num_preemptions,
+            "computed_tokens": sum(self.computed),
+            "computed_tokens_step_most": max(self.computed),
+            "prefix_hit_rate": self.prefix_hit_rate,
+            "copied_blocks": self.num_copied_blocks,
             **{key: self.latency[key] for key in ("output_tokens", "seconds", "tok_s")},
             **{key: self.latency[key] for key in ("ttft_ms", "tpot_ms", "itl_ms")},
             "token_ids": self.outputs,
@@ -140,7 +171,7 @@ def run_ladder(
 ) -> Iterator[RungResult]:
     """Yield each rung's result as soon as it is there; the first is what the others are compared with.
 
-    All requests are there at the start; greedy, past end-of-sequence tokens. Raises InvalidOption and
+    All requests are there at the start, and go on past end-of-sequence tokens. Raises InvalidOption and
     RequestTooLong before anything runs.
     """
     if model.dtype not in (torch.float32, torch.float64):
@@ -157,7 +188,7 @@ def run_ladder(
             )
     for rung in chosen:  # refused now, not after minutes
         args = EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
-        _check_that_each_fits(rung, build_manager(model, args), requests)
+        _check_that_each_fits(rung, build_manager(model, args), args, requests)
     _warm_up(model, requests)
     first: RungResult | None = None
     for rung in chosen:
@@ -167,11 +198,29 @@ def run_ladder(
             first, result.same_tokens = result, "(reference)"
         else:
             report(f"{rung.name}: comparing tokens")
-            pairs = zip(requests, first.outputs, result.outputs, strict=True)
-            result.same_tokens = verdict_of_many(
-                compare_tokens(model, r.token_ids, expected, got) for r, expected, got in pairs
-            )
+            result.same_tokens = compare_outputs(model, requests, first.outputs, result.outputs)
         yield result
+
+
+def compare_outputs(
+    model: Decoder,
+    requests: Sequence[WorkloadRequest],
+    expected: Sequence[Sequence[int]],
+    got: Sequence[Sequence[int]],
+) -> str:
+    """Whether every sequence has the same tokens; ties are counted, and the first that differs is named."""
+    which = [(number, i) for number, r in enumerate(requests) for i in range(r.n)]
+
+    def compare(number: int, i: int, a: Sequence[int], b: Sequence[int]) -> Comparison:
+        r = requests[number]
+        if r.seed is None:
+            return compare_tokens(model, r.token_ids, a, b)
+        return compare_sampled(model, r.token_ids, a, b, r.temperature, Random(r.seed + i))
+
+    return verdict_of_many(
+        (compare(*place, a, b) for place, a, b in zip(which, expected, got, strict=True)),
+        [label(number + i * 2**32) for number, i in which],
+    )
 
 
 def run_rung(
@@ -184,44 +233,70 @@ def run_rung(
     """Run a workload, all requests at once, on an engine with these options, and keep what it did."""
     engine = build_engine(model, args)
     recorder = engine.on_step = Recorder(engine.manager)
-    requests = [
-        Request(
-            i,
-            w.token_ids,
-            SamplingParams(temperature=0, max_tokens=w.max_tokens, ignore_eos=True),
-            max_model_len=args.max_model_len,
-        )
-        for i, w in enumerate(workload)
-    ]
+    requests = _requests(workload, args.max_model_len, engine.scheduler.memory)
     for request in requests:
         engine.add(request)
-    start, total, done = requests[0].metrics.arrival_time, sum(r.max_tokens for r in requests), 0
+    start, total, done = requests[0].metrics.arrival_time, sum(w.n * w.max_tokens for w in workload), 0
     while engine.has_unfinished():
         report(f"{rung.name}: {done} of {total} tokens")
-        done += len(engine.step())
-    final = {r.request_id: r.num_tokens - 1 for r in requests}
+        engine.step()
+        done += recorder.records[-1].step.num_sampled
     for request in requests:
         request.metrics.arrival_time = 0.0
         request.metrics.token_times = [at - start for at in request.metrics.token_times]
-    timed = [RequestRecord(len(r.prompt_token_ids), r.metrics) for r in requests]
+    sequences = [(request, sequence) for request in requests for sequence in request.sequences]
+    final = {s.seq_id: s.num_tokens - 1 for _, s in sequences}
+    timed = [RequestRecord(len(r.prompt_token_ids), r.metrics) for r, _ in sequences]
+    prefixes = engine.manager if isinstance(engine.manager, PrefixCachingManager) else None
     return RungResult(
         rung=rung,
-        outputs=[r.output_token_ids for r in requests],
+        outputs=[s.output_token_ids for _, s in sequences],
         records=recorder.records,
         split=mean_split((record.snapshot for record in recorder.records), final),
         num_preemptions=sum(r.num_preemptions for r in requests),
         latency=BenchResult("minivllm", "", "", "", timed).summary(),
+        prefix_hit_rate=prefixes.stats.token_hit_rate if prefixes else None,
     )
 
 
-def _check_that_each_fits(rung: Rung, manager: KVManager, requests: Sequence[WorkloadRequest]) -> None:
-    longest = max(len(r.token_ids) + r.max_tokens - 1 for r in requests)
-    if not manager.fits_ever(longest):
-        slots = manager.snapshot().num_slots
-        raise RequestTooLong(
-            f"The longest request may need {longest} tokens in memory, and with {slots} slots the rung "
-            f"{rung.name!r} never holds so many for one. Give more memory (kv_cache_memory_bytes)."
+def _requests(
+    workload: Sequence[WorkloadRequest], max_model_len: int | None, memory: RequestMemory
+) -> list[Request]:
+    """What an engine with this memory is given; sequences in the order of requests and samples."""
+    requests = []
+    for i, w in enumerate(workload):
+        params = SamplingParams(
+            n=w.n, temperature=w.temperature, seed=w.seed, max_tokens=w.max_tokens, ignore_eos=True
         )
+        request = Request(i, w.token_ids, params, max_model_len=max_model_len)
+        requests += [request] if memory.sharing is not None else request.split()
+    return requests
+
+
+def _check_that_each_fits(
+    rung: Rung, manager: KVManager, args: EngineArgs, workload: Sequence[WorkloadRequest]
+) -> None:
+    memory = RequestMemory(manager)
+    most = min(args.max_num_seqs, args.max_num_batched_tokens or args.max_num_seqs)
+    requests = _requests(workload, args.max_model_len, memory)
+    for request in sorted(requests, key=lambda request: -request.longest):
+        if not memory.fits_ever(request):
+            slots = manager.snapshot().num_slots
+            raise RequestTooLong(
+                f"The request {label(request.request_id)} may need {_tokens_of(request)} in memory, and with "
+                f"{slots} slots the rung {rung.name!r} never holds so many for one. Give more memory "
+                "(kv_cache_memory_bytes)."
+            )
+        if request.width > most:
+            raise InvalidOption(
+                f"n={request.width} is not possible on the rung {rung.name!r}: it runs at most {most} "
+                "sequences in a step. Ask for fewer samples, or leave the rung out."
+            )
+
+
+def _tokens_of(request: Request) -> str:
+    each = f"{request.longest} tokens"
+    return each if request.width == 1 else f"{request.width} times {each}"
 
 
 @torch.inference_mode()

@@ -49,7 +49,8 @@ from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.manager import KVManager
 from minivllm.memory.paged import PagedManager
 from minivllm.params import SamplingParams
-from minivllm.scheduling.continuous import ContinuousScheduler, SchedulerOutput
+from minivllm.scheduling.continuous import ContinuousScheduler
+from minivllm.scheduling.plan import SchedulerOutput
 from minivllm.scheduling.request import Request
 
 TURNOVERS = 3  # measuring begins when so many times as many requests have ended as are running,

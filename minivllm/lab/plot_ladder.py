@@ -21,10 +21,11 @@ def plot_ladder(results: Sequence[RungResult], folder: Path) -> Iterator[Path]:
     for each that keeps anything its memory over the steps. Yields the files written.
     """
     keeping = [r for r in results if r.fullest.snapshot.held]
-    first_of = {tuple(r.rung.options.get(o) for o in ("cache", "reservation")): r for r in reversed(keeping)}
+    kinds = ("cache", "reservation", "sharing", "prefix_cache")
+    first_of = {tuple(r.rung.options.get(o) for o in kinds): r for r in reversed(keeping)}
     if keeping:
         maps = {
-            f"{r.rung.name}, {len(r.fullest.step.scheduled)} in flight": r.fullest.snapshot
+            f"{r.rung.name}, {max(r.in_flight)} in flight": r.fullest.snapshot
             for r in reversed(first_of.values())
         }
         yield _save(draw_memory_maps(maps), folder / "memory.png")

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from minivllm.memory.manager import KVManager, Snapshot
 
 if TYPE_CHECKING:
-    from minivllm.engine import Step
+    from minivllm.step import Step
+
+
+def in_flight(step: Step) -> int:
+    """Sequences that took part in a step. A group's prompt is computed by one, which counts as n in the step
+    in which n first tokens come of it."""
+    return sum(max(1, part.num_sampled) for part in step.scheduled)
 
 
 @dataclass(frozen=True)

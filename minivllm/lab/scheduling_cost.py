@@ -37,7 +37,7 @@ def running_scheduler(num_running: int, num_blocks: int, steps: int) -> Continuo
 def scheduler_step(scheduler: ContinuousScheduler) -> None:
     """Plan a step and take a token for each request in it."""
     output = scheduler.schedule()
-    scheduler.update(output, {request.request_id: 1 for request, _ in output.scheduled})
+    scheduler.update(output, {part.sequence.seq_id: 1 for part in output.scheduled})
 
 
 def step_seconds(num_running: int, num_blocks: int, steps: int = 64) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minivllm.memory.contiguous import ContiguousSnapshot
 from minivllm.memory.manager import Snapshot
 from minivllm.memory.paged import PagedSnapshot
+from minivllm.memory.prefix_cache import PrefixSnapshot
+from minivllm.memory.sharing import SharedSnapshot
 
 # Okabe and Ito's palette without black: colours that colour-blind readers can tell apart.
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
@@ -18,20 +20,24 @@ PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#C
 class Segment:
     """Slots start to start + length - 1: all of one sequence, or all free (seq_id None).
 
-    The first `used` of them hold tokens.
+    The first `used` of them hold tokens. ref_count: sequences that have them, of which seq_id came first.
+    cached: free slots whose old contents a prefix cache can still find.
     """
 
     seq_id: int | None
     start: int
     length: int
     used: int
+    ref_count: int = 1
+    cached: bool = False
 
 
 def segments(snapshot: Snapshot) -> list[Segment]:
     """Every slot of a memory exactly once, in order of address: a segment per block, run or free gap.
 
-    A plain Snapshot knows no addresses: its sequences stand side by side in the order given.
-    Raises ValueError where a slot is held twice or lies outside the memory.
+    A plain Snapshot knows no addresses: its sequences stand side by side in the order given. A block that
+    several sequences share is one segment. Raises ValueError where a slot lies outside the memory, or is held
+    twice in a memory that cannot share.
     """
     found: list[Segment] = []
     at, gap = 0, snapshot.block_size if isinstance(snapshot, PagedSnapshot) else max(1, snapshot.num_slots)
@@ -45,7 +51,9 @@ def segments(snapshot: Snapshot) -> list[Segment]:
 
 
 def _taken(snapshot: Snapshot) -> Iterator[Segment]:
-    if isinstance(snapshot, PagedSnapshot):
+    if isinstance(snapshot, SharedSnapshot):
+        yield from _shared(snapshot)
+    elif isinstance(snapshot, PagedSnapshot):
         size = snapshot.block_size
         for paged in snapshot.sequences:
             for i, block in enumerate(paged.block_ids):
@@ -60,9 +68,30 @@ def _taken(snapshot: Snapshot) -> Iterator[Segment]:
             start += sequence.held
 
 
+def _shared(snapshot: SharedSnapshot) -> Iterator[Segment]:
+    """Each block in use once, as its first holder's, with the most tokens that a holder has in it; then the
+    cached ones."""
+    size, count = snapshot.block_size, snapshot.ref_count
+    found: dict[int, Segment] = {}
+    for s in snapshot.sequences:
+        for i, block in enumerate(s.block_ids):
+            used = min(size, max(0, s.used - i * size))
+            first = found.get(block, Segment(s.seq_id, block * size, size, used, count[block]))
+            found[block] = replace(first, used=max(used, first.used))
+    yield from found.values()
+    for block in snapshot.cached if isinstance(snapshot, PrefixSnapshot) else ():
+        yield Segment(None, block * size, size, 0, cached=True)
+
+
 def colour(seq_id: int) -> str:
     """The colour of a sequence or request, the same in every picture."""
     return PALETTE[seq_id % len(PALETTE)]
+
+
+def label(seq_id: int) -> str:
+    """A sequence by its request's id and, from the second on, its own number: "5", "5.1", "5.2"."""
+    branch, request_id = divmod(seq_id, 2**32)
+    return f"{request_id}.{branch}" if branch else str(request_id)
 
 
 def byte_unit(n: float) -> tuple[int, str]:

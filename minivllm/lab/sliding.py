@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import InvalidOption
 from minivllm.lab.draw import draw_memory_map
-from minivllm.lab.record import StepRecord
+from minivllm.lab.record import StepRecord, in_flight
 
 try:
     from ipywidgets import HBox, Image, IntSlider, Layout, Play, VBox, jslink
@@ -68,12 +68,15 @@ class StepSlider(VBox):
 
 
 def title_of(record: StepRecord) -> str:
-    """The number of a step, and who was in flight: "step 7: 4 in flight (0-2, 5), 1 waiting"."""
+    """The number of a step, and who was in flight: "step 7: 4 in flight (0-2, 5), 1 waiting".
+
+    In flight are sequences; the numbers are those of their requests.
+    """
     step = record.step
-    ids = [request.request_id for request in step.scheduled]
+    ids = list({request.request_id % 2**32 for request in step.scheduled})
     groups = {"waiting": step.waiting, "preempted": step.preempted}
     others = "".join(f", {len(who)} {what}" for what, who in groups.items() if who)
-    start = f"step {step.index}: {len(ids) or 'none'} in flight"
+    start = f"step {step.index}: {in_flight(step) or 'none'} in flight"
     who = shorten(_ranges(ids), WIDEST_TITLE - len(start + others) - 3, placeholder=" ...") if ids else ""
     return start + (f" ({who})" if who else "") + others
 

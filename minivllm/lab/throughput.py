@@ -1,7 +1,8 @@
 """Above the chapters: output tokens over time, as plain data to draw.
 
-In a step each request that takes part gets one token. The step's tokens count as coming evenly while it
-runs, and none come between steps; so the rates of all windows, each times its length, add up to all tokens.
+A step gives a token to each sequence that takes part, and none for a chunk of a prompt. Its tokens count as
+coming evenly while it runs, and none come between steps; so the rates of all windows, each times its length,
+add up to all tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minivllm.engine import Step
+    from minivllm.step import Step
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def tokens_over_time(steps: Sequence[Step]) -> TokensOverTime:
     times, counts = [], []
     for step in steps:
         times += [step.start - zero, step.end - zero]
-        counts += [total, total + len(step.scheduled)]
-        total += len(step.scheduled)
+        counts += [total, total + step.num_sampled]
+        total += step.num_sampled
     if not times[-1] > 0:
         raise ValueError("The steps took no time at all, so there is no throughput.")
     return TokensOverTime(tuple(times), tuple(counts))

@@ -5,6 +5,8 @@ holds, some have a token, some will have one before it ends, and the rest never 
 
     a prompt of 3 and 4 tokens to come, 16 slots reserved, after the second of them
     [ 5 used | 2 reserved for later | 9 internal waste ]
+
+A block that several sequences share counts once. Cached blocks are free: no sequence holds them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from minivllm.memory.manager import Snapshot
+from minivllm.memory.paged import PagedSnapshot
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,23 @@ def split_held(snapshot: Snapshot, final: Mapping[int, int]) -> Split:
     return parts
 
 
+def split_blocks(snapshot: PagedSnapshot, final: Mapping[int, int]) -> Split:
+    """As `split_held`, block by block: of sequences that share one, that with most tokens in it counts."""
+    size = snapshot.block_size
+    used: dict[int, int] = {}
+    filled: dict[int, int] = {}  # slots of a block that are used when its sequences end
+    for s in snapshot.sequences:
+        for i, block in enumerate(s.block_ids):
+            now, end = (min(size, max(0, n - i * size)) for n in (s.used, final[s.seq_id]))
+            used[block] = max(now, used.get(block, 0))
+            filled[block] = max(now, end, filled.get(block, 0))
+    now, end = sum(used.values()), sum(filled.values())
+    return Split(now, end - now, len(used) * size - end)
+
+
 def mean_split(snapshots: Iterable[Snapshot], final: Mapping[int, int]) -> Split:
     """All splits added up: its shares are those over time, a snapshot counting by what it holds."""
-    return sum((split_held(snapshot, final) for snapshot in snapshots), start=Split())
+    return sum(
+        (split_blocks(s, final) if isinstance(s, PagedSnapshot) else split_held(s, final) for s in snapshots),
+        start=Split(),
+    )

@@ -1,8 +1,11 @@
 """Above the chapters: a workload: requests with lengths and arrival times, made from a seed, kept in a file.
 
 The file holds one JSON object a line: `prompt_token_ids` (or `prompt`, a text), `max_tokens`, and
-`arrival` in seconds after the start, 0 where it is left out. The same arguments give the same bytes in
-every process. Lengths, tokens and arrivals are drawn apart, so another rate brings the same requests.
+`arrival` in seconds after the start, 0 where it is left out. A request of several samples has `n`, and one
+that is not greedy `temperature` and `seed`; only the ladder runs these.
+
+The same arguments give the same bytes in every process. Lengths, tokens and arrivals are drawn apart, so
+another rate brings the same requests.
 """
 
 from __future__ import annotations
@@ -11,32 +14,45 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
 from os import PathLike
 from pathlib import Path
 from random import Random
 from typing import IO, Any
 
-from minivllm.errors import InvalidOption, InvalidRequestFile
+from minivllm.errors import InvalidOption
+from minivllm.lab.request_file import (
+    BadLine,
+    expect,
+    is_int,
+    is_number,
+    parse_lines,
+    parse_object,
+    read_bytes,
+)
 
 # The spread of the lengths' logarithms. Those of Azure's public trace of 2023 spread by 0.85 to 1.4; a
 # little less than that keeps most lengths below the bounds, so that clipping hardly moves the mean.
 SIGMA = 0.8
 LAST_ARRIVAL = 1e9  # seconds: 30 years are enough
-_KEYS = ("prompt_token_ids", "prompt", "max_tokens", "arrival")
+_KEYS = ("prompt_token_ids", "prompt", "max_tokens", "arrival", "n", "temperature", "seed")
+_DEFAULTS = {"arrival": 0, "n": 1, "temperature": 0}
 
 
 @dataclass(frozen=True)
 class WorkloadRequest:
     """One request: its prompt (token ids or text, one of the two), how many tokens to generate, and when
-    it arrives, in seconds after the start."""
+    it arrives, in seconds after the start. n samples of so many tokens each; temperature 0: greedy; number i
+    is drawn from seed + i."""
 
     prompt_token_ids: tuple[int, ...] | None
     prompt: str | None
     max_tokens: int
     arrival: float = 0.0
+    n: int = 1
+    temperature: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt_token_ids is None) == (self.prompt is None):
@@ -68,17 +84,32 @@ def make_workload(
     Raises InvalidOption.
     """
     _check_arguments(n, seed, mean_in, mean_out, max_in, max_out, rate, vocab_size)
-    lengths, tokens, gaps = (Random(f"{seed} {what}") for what in ("lengths", "tokens", "gaps"))
-    low, high = vocab_size // 4, 3 * vocab_size // 4
-    requests, arrival = [], 0.0
-    for _ in range(n):
+    lengths, tokens = (Random(f"{seed} {what}") for what in ("lengths", "tokens"))
+    ids = ids_for(vocab_size)
+    requests = []
+    for arrival in poisson_arrivals(n, math.inf if rate is None else rate, seed):
         num_in, num_out = _length(lengths, mean_in, max_in), _length(lengths, mean_out, max_out)
-        prompt = tuple(tokens.randrange(low, high) for _ in range(num_in))
-        requests.append(WorkloadRequest(prompt, None, num_out, round(arrival, 6)))
-        if rate is not None and math.isfinite(rate):
-            arrival += gaps.expovariate(rate)
-            _check(arrival <= LAST_ARRIVAL, "rate", rate, "higher: a request would arrive after 30 years")
+        prompt = tuple(tokens.randrange(ids.start, ids.stop) for _ in range(num_in))
+        requests.append(WorkloadRequest(prompt, None, num_out, arrival))
     return requests
+
+
+def ids_for(vocab_size: int) -> range:
+    """The token ids that a made-up prompt may have: the middle half of a vocabulary."""
+    return range(vocab_size // 4, 3 * vocab_size // 4)
+
+
+def poisson_arrivals(n: int, rate: float, seed: int) -> list[float]:
+    """n arrival times in seconds, the first at 0, `rate` a second on average; infinity: all at 0.
+
+    Raises InvalidOption for a rate so low that a request would arrive after 30 years.
+    """
+    gaps, arrival, arrivals = Random(f"{seed} gaps"), 0.0, []
+    for _ in range(n):
+        check_option(arrival <= LAST_ARRIVAL, "rate", rate, "higher: a request would arrive after 30 years")
+        arrivals.append(round(arrival, 6))
+        arrival += gaps.expovariate(rate) if math.isfinite(rate) else 0.0
+    return arrivals
 
 
 def _length(random: Random, mean: float, most: int) -> int:
@@ -91,26 +122,24 @@ def _check_arguments(
 ) -> None:
     least = {"n": (n, 1), "max_in": (max_in, 1), "max_out": (max_out, 1), "vocab_size": (vocab_size, 2)}
     for name, (value, bound) in least.items():
-        _check(_is_int(value) and value >= bound, name, value, f"a whole number of at least {bound}")
-    _check(_is_int(seed), "seed", seed, "a whole number")
+        check_option(is_int(value) and value >= bound, name, value, f"a whole number of at least {bound}")
+    check_option(is_int(seed), "seed", seed, "a whole number")
     for name, mean, most in (("mean_in", mean_in, max_in), ("mean_out", mean_out, max_out)):
-        right = _is_number(mean) and 1 <= mean <= most
-        _check(right, name, mean, f"a number from 1 to {name.replace('mean', 'max')}, which is {most}")
-    right = rate is None or (_is_number(rate) and rate > 0)
-    _check(right, "rate", rate, "above 0 requests a second, or inf (all at once)")
+        right = is_number(mean) and 1 <= mean <= most
+        check_option(right, name, mean, f"a number from 1 to {name.replace('mean', 'max')}, which is {most}")
+    check_rate(rate)
 
 
-def _check(right: bool, name: str, value: Any, expected: str) -> None:
+def check_rate(rate: Any) -> None:
+    """Raises InvalidOption unless it is a number above 0, infinity among them, or None."""
+    right = rate is None or (is_number(rate) and rate > 0)
+    check_option(right, "rate", rate, "above 0 requests a second, or inf (all at once)")
+
+
+def check_option(right: bool, name: str, value: Any, expected: str) -> None:
+    """Raises InvalidOption with the option's name unless its value is right."""
     if not right:
         raise InvalidOption(f"{name}={value!r} is not possible: it must be {expected}.")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def write_workload(to: str | PathLike[str] | IO[str], requests: Iterable[WorkloadRequest]) -> None:
@@ -125,7 +154,7 @@ def write_workload(to: str | PathLike[str] | IO[str], requests: Iterable[Workloa
 def _to_json(request: WorkloadRequest) -> dict[str, Any]:
     fields = {key: getattr(request, key) for key in _KEYS}
     return {
-        key: value for key, value in fields.items() if value is not None and (key, value) != ("arrival", 0)
+        key: v for key, v in fields.items() if v is not None and (key not in _DEFAULTS or v != _DEFAULTS[key])
     }
 
 
@@ -146,83 +175,45 @@ def read_workload(path: str | PathLike[str]) -> list[WorkloadRequest]:
 
     Raises InvalidRequestFile, which names the file, the line, what is wrong and what was expected.
     """
-    try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise InvalidRequestFile(
-            f"The request file {os.fspath(path)} cannot be read: {reason}. "
-            "`minivllm workload --out FILE` makes one."
-        ) from error
-    requests = []
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if line.strip():
-            try:
-                requests.append(_parse(line))
-            except _BadLine as error:
-                raise InvalidRequestFile(f"{os.fspath(path)}, line {number}: {error}") from error
-    if not requests:
-        raise InvalidRequestFile(
-            f"{os.fspath(path)} holds no request; expected one JSON object a line, with "
-            "prompt_token_ids (or prompt) and max_tokens."
-        )
-    return requests
+    return parse_workload(path, read_bytes(path))
 
 
-class _BadLine(ValueError):
-    """What is wrong with a line; `read_workload` adds where it stands."""
+def parse_workload(path: str | PathLike[str], data: bytes) -> list[WorkloadRequest]:
+    """`read_workload` of contents that were read before; the path is for the messages."""
+    return parse_lines(path, data, _parse, "prompt_token_ids (or prompt) and max_tokens")
 
 
 def _parse(line: bytes) -> WorkloadRequest:
-    try:
-        found = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise _BadLine(
-            f"not UTF-8: byte {error.start} is {line[error.start]:#04x}; save it as UTF-8."
-        ) from error
-    except _BadLine:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise _BadLine(f"not JSON ({error}); expected one JSON object on the line.") from error
-    if not isinstance(found, dict):
-        raise _BadLine(f"a JSON {type(found).__name__}; expected an object with {', '.join(_KEYS)}.")
+    found = parse_object(line, _KEYS)
     for key in found:
         if key not in _KEYS:
-            raise _BadLine(f"the key {key!r} is not known; the keys are {', '.join(_KEYS)}.")
+            raise BadLine(f"the key {key!r} is not known; the keys are {', '.join(_KEYS)}.")
     ids: Any = found.get("prompt_token_ids")
     prompt: Any = found.get("prompt")
     most: Any = found.get("max_tokens")
     arrival: Any = found.get("arrival", 0)
     if (ids is None) == (prompt is None):
-        raise _BadLine(
-            f"{'neither' if ids is None else 'both'} of prompt_token_ids and prompt; expected one."
-        )
+        raise BadLine(f"{'neither' if ids is None else 'both'} of prompt_token_ids and prompt; expected one.")
     if ids is not None:
-        _expect(isinstance(ids, list) and len(ids) > 0, "prompt_token_ids", ids, "a list of at least one id")
+        expect(isinstance(ids, list) and len(ids) > 0, "prompt_token_ids", ids, "a list of at least one id")
         for place, token in enumerate(ids):
-            _expect(
-                _is_int(token) and token >= 0, f"prompt_token_ids[{place}]", token, "a whole number from 0"
-            )
+            expect(is_int(token) and token >= 0, f"prompt_token_ids[{place}]", token, "a whole number from 0")
     else:
-        _expect(isinstance(prompt, str) and prompt != "", "prompt", prompt, "a text that is not empty")
+        expect(isinstance(prompt, str) and prompt != "", "prompt", prompt, "a text that is not empty")
         whole = not any("\ud800" <= character <= "\udfff" for character in prompt)
-        _expect(whole, "prompt", prompt, "a whole text, without half a surrogate pair")
-    _expect(_is_int(most) and most >= 1, "max_tokens", most, "a whole number of at least 1")
-    right = _is_number(arrival) and 0 <= arrival <= LAST_ARRIVAL  # NaN is within nothing
-    _expect(right, "arrival", arrival, "finite seconds from 0 on")
-    return WorkloadRequest(None if ids is None else tuple(ids), prompt, most, float(arrival))
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _BadLine(
-            f"a key stands there twice, among {', '.join(key for key, _ in pairs)}; expected each once."
+        expect(whole, "prompt", prompt, "a whole text, without half a surrogate pair")
+    expect(is_int(most) and most >= 1, "max_tokens", most, "a whole number of at least 1")
+    right = is_number(arrival) and 0 <= arrival <= LAST_ARRIVAL  # NaN is within nothing
+    expect(right, "arrival", arrival, "finite seconds from 0 on")
+    n, temperature, seed = found.get("n", 1), found.get("temperature", 0), found.get("seed")
+    expect(is_int(n) and n >= 1, "n", n, "a whole number of at least 1")
+    right = is_number(temperature) and 0 <= temperature <= 100
+    expect(right, "temperature", temperature, "a number from 0, which is greedy, to 100")
+    expect(seed is None or is_int(seed), "seed", seed, "a whole number")
+    if (temperature > 0) != (seed is not None):
+        raise BadLine(
+            "temperature above 0 and seed belong together, so that the same tokens come each time; "
+            f"expected {'a seed as well' if seed is None else 'a temperature above 0 as well'}."
         )
-    return found
-
-
-def _expect(right: bool, name: str, value: Any, expected: str) -> None:
-    if not right:
-        shown = json.dumps(value)
-        raise _BadLine(f"{name} is {shown[:60] + '...' * (len(shown) > 60)}; expected {expected}.")
+    ids = None if ids is None else tuple(ids)
+    return WorkloadRequest(ids, prompt, most, float(arrival), n, float(temperature), seed)

@@ -6,7 +6,8 @@ arrives waits for the whole batch.
 
 from __future__ import annotations
 
-from minivllm.scheduling.continuous import ContinuousScheduler, SchedulerOutput
+from minivllm.scheduling.continuous import ContinuousScheduler
+from minivllm.scheduling.plan import SchedulerOutput
 from minivllm.scheduling.request import Request
 
 
@@ -16,10 +17,9 @@ class StaticScheduler(ContinuousScheduler):
     A victim of preemption heads the next batch.
     """
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan one step; a new batch begins when the one before has ended."""
-        self._open = not self.running
-        return super().schedule()
+    def _plan(self, output: SchedulerOutput) -> None:
+        self._open = not self.running  # a new batch begins when the one before has ended
+        super()._plan(output)
 
     def _may_admit(self, request: Request) -> bool:
         return self._open and super()._may_admit(request)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from minivllm.errors import InvalidPrompt
 from minivllm.lab.bench.options import BenchOptions, Report, encode_prompts, resolve_options
-from minivllm.lab.bench.result import BenchResult, device_name, forget_peak, new_records, peak_memory
+from minivllm.lab.bench.result import (
+    BenchResult,
+    RequestRecord,
+    device_name,
+    forget_peak,
+    new_records,
+    peak_memory,
+)
 from minivllm.lab.workload import WorkloadRequest
 from minivllm.params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
+    from minivllm.llm_engine import LLMEngine
 
 ENGINE = "minivllm"
 WARMUP_TOKENS = 4
@@ -32,38 +44,10 @@ def run(requests: Sequence[WorkloadRequest], options: BenchOptions, report: Repo
     prompts = encode_prompts(requests, source, config, options.max_model_len)
     llm = LLM(model=options.model, dtype=options.dtype, device=options.device, **options.chosen)
     try:
-        llm.add_request(
-            {"prompt_token_ids": prompts[0][:8]}, _params(min(WARMUP_TOKENS, requests[0].max_tokens))
-        )
-        while llm.has_unfinished_requests():
-            llm.step()
-
+        _warm_up(llm, prompts[0], requests[0].max_tokens)
         records = new_records(prompts, [r.arrival for r in requests])
-        due = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
-        number_of: dict[int, int] = {}
-        total, done = sum(r.max_tokens for r in requests), 0
         forget_peak(device)
-        start = time.perf_counter()
-        while due or llm.has_unfinished_requests():
-            now = time.perf_counter() - start
-            while due and requests[due[0]].arrival <= now:
-                number = due.popleft()
-                try:
-                    prompt = {"prompt_token_ids": prompts[number]}
-                    request_id = llm.add_request(prompt, _params(requests[number].max_tokens))
-                except InvalidPrompt as error:
-                    raise type(error)(f"Request {number + 1} of the workload: {error}") from error
-                number_of[request_id] = number
-            if due and not llm.has_unfinished_requests():
-                time.sleep(max(0.0, requests[due[0]].arrival - (time.perf_counter() - start)))
-                continue
-            for output in llm.step():
-                record = records[number_of[output.request_id]]
-                done += len(output.outputs[0].token_ids) - len(record.token_ids)
-                record.token_ids = list(output.outputs[0].token_ids)
-                if output.finished:
-                    record.metrics.token_times = [at - start for at in output.metrics.token_times]
-            report(done, total)
+        replay(llm, requests, prompts, records, report)
         memory = peak_memory(device)
         chosen = {name: value for name, value in asdict(llm.args).items() if value is not None}
     finally:
@@ -77,6 +61,56 @@ def run(requests: Sequence[WorkloadRequest], options: BenchOptions, report: Repo
         options=chosen,
         **memory,
     )
+
+
+def replay(
+    llm: LLMEngine,
+    requests: Sequence[WorkloadRequest],
+    prompts: Sequence[list[int]],
+    records: Sequence[RequestRecord],
+    report: Report,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Add each request before the first step that begins when it is due or later, step until all have ended,
+    and fill the records. Where nothing runs, sleep until the next is due. clock: the engine's own, seconds.
+
+    Raises what `add_request` raises, with the request's number.
+    """
+    due = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
+    number_of: dict[int, int] = {}
+    total, done = sum(r.max_tokens for r in requests), 0
+    start = clock()
+    while due or llm.has_unfinished_requests():
+        now = clock() - start
+        while due and requests[due[0]].arrival <= now:
+            number = due.popleft()
+            try:
+                prompt = {"prompt_token_ids": prompts[number]}
+                request_id = llm.add_request(prompt, _params(requests[number].max_tokens))
+            except InvalidPrompt as error:
+                raise type(error)(f"Request {number + 1} of the workload: {error}") from error
+            number_of[request_id] = number
+        if not llm.has_unfinished_requests():
+            sleep(requests[due[0]].arrival - now)
+            continue
+        for output in llm.step():
+            record = records[number_of[output.request_id]]
+            done += len(output.outputs[0].token_ids) - len(record.token_ids)
+            record.token_ids = list(output.outputs[0].token_ids)
+            if output.finished:
+                record.metrics.token_times = [at - start for at in output.metrics.token_times]
+                record.num_cached_tokens = output.num_cached_tokens
+        report(done, total)
+
+
+def _warm_up(llm: LLM, prompt: list[int], max_tokens: int) -> None:
+    """Run a few tokens through it, so that nothing is measured that happens only once."""
+    llm.add_request({"prompt_token_ids": prompt[:8]}, _params(min(WARMUP_TOKENS, max_tokens)))
+    while llm.has_unfinished_requests():
+        llm.step()
+    if llm.args.prefix_cache is not None:
+        llm.reset_prefix_cache()  # the measured requests find nothing of it
 
 
 def _params(max_tokens: int) -> SamplingParams:

@@ -6,7 +6,7 @@ Nothing heavy is loaded here: an engine's module is imported when it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,32 +30,49 @@ class Report(Protocol):
         """Output tokens so far, and in all."""
 
 
+def _option(kind: type, help: str, least: int = 1) -> Any:
+    """An engine option that is not set. kind: its type, int, float, str or bool; an int is at least `least`.
+    The command line makes an option of it, with this help."""
+    return field(default=None, metadata={"kind": kind, "help": help, "least": least})
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """What every engine is told. None: not set, so the engine's own default holds.
 
     max_num_seqs: most requests at once; for static batches, the size of a batch. The names are those of
-    `LLM`; `check_options` says which engine has which.
+    `LLM`, and one line here adds one; `check_options` says which engine has which.
     """
 
     model: str = "smollm2-135m"
     dtype: str = "auto"
     device: str = "auto"
-    cache: str | None = None
-    scheduler: str | None = None
-    attention: str | None = None
-    kv_cache_memory_bytes: int | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    reservation: str | None = None
-    max_num_seqs: int | None = None
-    max_model_len: int | None = None
+    cache: str | None = _option(str, "KV memory: recompute, naive, contiguous or paged.")
+    scheduler: str | None = _option(str, "static, continuous or chunked.")
+    attention: str | None = _option(str, "Kernels of paged attention: torch.")
+    kv_cache_memory_bytes: int | None = _option(int, "Memory for keys and values.")
+    block_size: int | None = _option(int, "Tokens in a block.")
+    num_blocks: int | None = _option(int, "Blocks, instead of a number of bytes.")
+    reservation: str | None = _option(str, "Contiguous memory: max, pow2 or oracle.")
+    prefix_cache: str | None = _option(str, "Find computed prefixes again: hash or radix.")
+    enable_prefix_caching: bool | None = _option(bool, "The same as prefix-cache hash.")
+    preemption: str | None = _option(str, "When memory is full: recompute or swap.")
+    swap_space: int | None = _option(int, "Bytes of CPU memory to swap to.", 0)
+    watermark: float | None = _option(float, "Share of the memory to leave free at admission; 0.01.")
+    max_num_batched_tokens: int | None = _option(int, "Scheduler chunked: most tokens in a step.")
+    long_prefill_token_threshold: int | None = _option(int, "Chunked: most tokens of one request in a step.")
+    prefer_prefill: bool | None = _option(bool, "Chunked: prompts before decodes.")
+    max_num_seqs: int | None = _option(int, "Most sequences at once; 64.")
+    max_model_len: int | None = _option(int, "Most tokens of prompt and output together.")
 
     def __post_init__(self) -> None:
-        for name in ("kv_cache_memory_bytes", "block_size", "num_blocks", "max_num_seqs", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InvalidOption(f"{name}={value!r} is not possible: it must be a whole number from 1 on.")
+        for option in engine_options():
+            value, least = getattr(self, option.name), option.metadata["least"]
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if option.metadata["kind"] is int and value is not None and not whole:
+                raise InvalidOption(
+                    f"{option.name}={value!r} is not possible: it must be a whole number from {least} on."
+                )
 
     @property
     def batch_size(self) -> int:
@@ -65,8 +82,13 @@ class BenchOptions:
     @property
     def chosen(self) -> dict[str, Any]:
         """The engine options that were set, by name."""
-        names = [field.name for field in fields(self)][3:]
+        names = [option.name for option in engine_options()]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def engine_options() -> list[Field[Any]]:
+    """The fields of BenchOptions that are options of an engine; their metadata: kind, help and least."""
+    return [option for option in fields(BenchOptions) if option.metadata]
 
 
 class Engine(NamedTuple):
@@ -78,7 +100,7 @@ class Engine(NamedTuple):
 
 _MEMORY = ("kv_cache_memory_bytes", "block_size", "num_blocks")
 ENGINES = {
-    "minivllm": Engine("minivllm_engine", tuple(field.name for field in fields(BenchOptions))[3:]),
+    "minivllm": Engine("minivllm_engine", tuple(option.name for option in engine_options())),
     "transformers": Engine("transformers_static", ("max_num_seqs",)),
     "transformers-continuous": Engine("transformers_continuous", (*_MEMORY, "max_num_seqs")),
     "vllm": Engine("vllm_engine", (*_MEMORY, "max_num_seqs", "max_model_len")),
@@ -90,6 +112,7 @@ def run_bench(
 ) -> BenchResult:
     """Run a workload through an engine of this name. Raises InvalidOption for what the engine cannot have."""
     check_options(engine, options)
+    refuse_samples(requests)
     return import_module(f"minivllm.lab.bench.{ENGINES[engine].module}").run(requests, options, report)
 
 
@@ -113,6 +136,17 @@ def refuse_arrivals(engine: str, requests: Sequence[WorkloadRequest]) -> None:
             f"The engine {engine!r} takes all requests at once, and {late} of {len(requests)} arrive later. "
             "--all-at-once ignores arrivals (for every engine); the engine 'minivllm' can keep to them."
         )
+
+
+def refuse_samples(requests: Sequence[WorkloadRequest]) -> None:
+    """Raises InvalidOption for a request that asks for samples: engines are compared on greedy answers."""
+    plain = {"n": 1, "temperature": 0}
+    for number, r in enumerate(requests, 1):
+        for name, value in ((name, getattr(r, name)) for name in plain if getattr(r, name) != plain[name]):
+            raise InvalidOption(
+                f"Request {number} of the workload has {name}={value}. bench runs one greedy answer for each "
+                "request, so that engines can be compared; `minivllm ladder` runs samples."
+            )
 
 
 def resolve_options(options: BenchOptions) -> tuple[ModelSource, ModelConfig, torch.dtype, torch.device]:
@@ -166,7 +200,7 @@ def encode_prompts(
         if len(ids) + request.max_tokens > room:
             raise RequestTooLong(
                 f"Request {number} needs {len(ids)} + {request.max_tokens} tokens; this model has room for "
-                f"{room}. `minivllm workload --max-in --max-out` makes shorter ones."
+                f"{room}. `minivllm workload --max-in --max-out` makes shorter ones, also of a trace."
             )
         prompts.append(ids)
     return prompts

@@ -1,7 +1,8 @@
 """Above the chapters: what a benchmark found: when each token came, and the figures made from that.
 
-TTFT, TPOT and ITL are defined in `minivllm.outputs.RequestMetrics`, after vLLM's `vllm bench serve`;
-here they are only gathered: TTFT and TPOT one a request, ITL every gap of every request in one pool.
+TTFT, TPOT, ITL and the end-to-end latency (E2EL) are defined in `minivllm.outputs.RequestMetrics`, after
+vLLM's `vllm bench serve`; here they are only gathered: one a request, ITL every gap of every request in one
+pool.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.lab.bench.figures import PERCENTILES, goodput, offered_rate, spread
 from minivllm.lab.workload import write_whole
 from minivllm.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     import torch
 
-PERCENTILES = (50, 90, 99)
-
 
 @dataclass
 class RequestRecord:
-    """One request: tokens in, tokens out, and when each came, in seconds after the start of the run."""
+    """One request: tokens in, tokens out, and when each came, in seconds after the start of the run.
+
+    num_cached_tokens: how many of its prompt a prefix cache had; None where the engine does not say.
+    """
 
     num_prompt_tokens: int
     metrics: RequestMetrics
     token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
 
 
 def new_records(prompts: Sequence[Sequence[int]], arrivals: Sequence[float] = ()) -> list[RequestRecord]:
@@ -59,25 +63,38 @@ class BenchResult:
     peak_memory_kind: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def summary(self) -> dict[str, Any]:
-        """A plain dictionary: counts, throughput, latencies in milliseconds, and how they were measured.
+    def summary(
+        self, percentiles: Sequence[float] = PERCENTILES, slo: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """A plain dictionary: counts, rates, latencies in milliseconds, and how they were measured.
 
-        seconds: from the start of the run to its last token. A figure that nothing was measured for is None.
+        seconds: from the start of the run to its last token; every rate is over it, but offered_req_s, which
+        is over the time to the last arrival. tok_s: output tokens. slo: bounds for `figures.goodput`. A
+        figure that nothing was measured for is None.
         """
         metrics = [record.metrics for record in self.records]
         ends = [m.token_times[-1] for m in metrics if m.token_times]
         seconds = max(ends, default=None)
+        prompt_tokens = sum(record.num_prompt_tokens for record in self.records)
         output_tokens = sum(len(m.token_times) for m in metrics)
+        cached = [r.num_cached_tokens for r in self.records if r.num_cached_tokens is not None]
+        offered = offered_rate([m.arrival_time for m in metrics])
         return {
             "engine": self.engine,
             "requests": len(self.records),
-            "prompt_tokens": sum(record.num_prompt_tokens for record in self.records),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": sum(cached) if cached else None,
             "output_tokens": output_tokens,
             "seconds": None if seconds is None else round(seconds, 4),
             "tok_s": round(output_tokens / seconds, 2) if seconds else None,
-            "ttft_ms": _spread([m.ttft for m in metrics]),
-            "tpot_ms": _spread([m.tpot for m in metrics]),
-            "itl_ms": _spread([gap for m in metrics for gap in m.itl]),
+            "input_tok_s": round(prompt_tokens / seconds, 2) if seconds else None,
+            "req_s": round(len(ends) / seconds, 4) if seconds else None,
+            "offered_req_s": None if offered is None else round(offered, 4),
+            "goodput": goodput(metrics, slo, seconds) if slo else None,
+            "ttft_ms": spread([m.ttft for m in metrics], percentiles),
+            "tpot_ms": spread([m.tpot for m in metrics], percentiles),
+            "itl_ms": spread([gap for m in metrics for gap in m.itl], percentiles),
+            "e2el_ms": spread([m.e2e_latency for m in metrics], percentiles),
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak_memory_kind": self.peak_memory_kind,
             "model": self.model,
@@ -91,18 +108,6 @@ class BenchResult:
     def save_tokens(self, path: Path) -> None:
         """Write the output token ids, one JSON list a line, in the order of the requests. Raises OSError."""
         write_whole(path, "".join(f"{json.dumps(record.token_ids)}\n" for record in self.records))
-
-
-def _spread(seconds: Sequence[float | None]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds; values that are None do not count."""
-    import numpy
-
-    known = [1e3 * value for value in seconds if value is not None]
-    names = ("mean", *(f"p{percent}" for percent in PERCENTILES))
-    if not known:
-        return dict.fromkeys(names)
-    found = [sum(known) / len(known), *numpy.percentile(known, PERCENTILES)]
-    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
 
 
 def _versions(library: str | None) -> dict[str, str | None]:
