@@ -134,10 +134,8 @@ def run(seed: int) -> None:
             to_come -= 1
             prompt, params = random_request(random, shared)
             urgency = random.randint(-2, 2) if options["scheduling_policy"] == "priority" else None
-            try:
+            with contextlib.suppress(RequestTooLong, InvalidOption):  # it could never fit, or is too wide
                 wanted[llm.add_request(prompt, params, urgency)] = prompt, params
-            except (RequestTooLong, InvalidOption) as error:
-                assert "tokens in memory" in str(error) or "max_num" in str(error)
         abort_one(0.03)
         with contextlib.suppress(Failure):
             done |= {output.request_id: output for output in llm.step() if output.finished}
@@ -146,6 +144,7 @@ def run(seed: int) -> None:
             engine.scheduler.memory.swap_space.check_integrity()
         steps += 1
         assert steps < 6000, f"{options} never ends"
+    assert wanted.keys() - aborted <= done.keys()
     for request_id in wanted.keys() - aborted:
         found = [list(o.token_ids) for o in done[request_id].outputs]
         assert found == plain(*wanted[request_id]), f"request {request_id} with {options}"
