@@ -422,6 +422,8 @@ class World:
             assert len(set(swapped)) == 1, "a group is swapped out whole"
             if swapped[0]:
                 out |= {s.seq_id for s in request.holders}
+                assert self.swap is not None
+                assert all(self.swap._num_tokens[s.seq_id] == s.num_computed_tokens for s in request.holders)
             else:
                 assert all(s.num_computed_tokens == 0 for s in request.live)
         if self.swap is not None:

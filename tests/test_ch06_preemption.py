@@ -155,6 +155,13 @@ def test_alone_a_request_never_gives_way_in_the_least_memory_that_takes_it(n, bl
                     ContinuousScheduler(SharingManager(least - 1, block_size, 1), n).add(r)
 
 
+def test_prompt_and_output_together_are_bounded_by_the_pool():
+    """4 blocks of 2: the last of 3 + 6 tokens is never put into memory; one more does not fit."""
+    ContinuousScheduler(PagedManager(4, 2, 1), 1).add(request(0, 3, 6))
+    with pytest.raises(RequestTooLong, match=r"may need 9 tokens .*3 of prompt, max_tokens=7"):
+        ContinuousScheduler(PagedManager(4, 2, 1), 1).add(request(0, 3, 7))
+
+
 @pytest.mark.parametrize("wide", ["samples", "beams"])
 def test_a_group_that_can_never_run_is_refused_by_name(wide):
     def group() -> Request:

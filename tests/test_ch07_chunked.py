@@ -139,6 +139,9 @@ def test_a_chunk_that_failed_cannot_be_found(index):
     assert words(plan) == "0+4"
     scheduler.take_back(plan)
     assert steps(scheduler) == ["0+4", "0+1", "1+1"], "4 of 9 tokens were computed and are found"
+    assert [r.num_cached_tokens for r in requests] == [0, 8], (
+        "its own tokens were not there when it first began"
+    )
     assert all(map(is_right, requests))
 
 

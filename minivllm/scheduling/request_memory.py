@@ -72,7 +72,7 @@ class RequestMemory:
             hits = self._hits(request, first, n)
             self.prefixes.begin(first.seq_id, n, hits)
             first.num_computed_tokens = len(hits) * self.prefixes.block_size
-            if request.num_preemptions == 0 and not first.output_token_ids:
+            if request.num_preemptions == 0 and first.num_recomputed_to == 0:  # it begins for the first time
                 self.prefixes.stats.record(n, len(hits), self.prefixes.block_size)
                 request.num_cached_tokens = first.num_computed_tokens
         else:
