@@ -250,8 +250,11 @@ class World:
             assert all(request.status is Status.FINISHED for request in ended)
         else:
             self.num_failed += 1
+            order = [*scheduler.running, *scheduler.waiting]
             scheduler.take_back(plan)
             assert not scheduler.running
+            order = order if scheduler.policy == "fcfs" else sorted(order, key=rank)
+            assert list(scheduler.waiting) == order, "a failed step changes no order"
         self.check_books()
 
     def execute(self, plan: SchedulerOutput, fails_at: int | None = None) -> bool:

@@ -92,6 +92,16 @@ def test_a_failed_step_is_made_again_in_the_order_there_was():
     assert all(map(is_right, requests))
 
 
+def test_a_failed_step_sends_all_back_in_the_order_in_which_they_ran():
+    scheduler = ContinuousScheduler(PagedManager(20, 1, 1), 3)
+    for i in range(4):
+        scheduler.add(request(i, 2, 2))
+    assert step(scheduler) == "0+2 1+2 2+2"
+    scheduler.take_back(scheduler.schedule())
+    assert [r.request_id for r in scheduler.waiting] == [0, 1, 2, 3]
+    assert step(scheduler) == "0+3 1+3 2+3"
+
+
 # -- who gives way
 
 
