@@ -35,7 +35,7 @@ test: $(STAMP) ## Run the tests
 	.venv/bin/python -m pytest $(PARALLEL)
 	$(NOTEBOOKS)
 
-test-full: $(STAMP) ## Run the tests with the exhaustive sets
+test-full: $(STAMP) ## Run the tests with the long sets
 	.venv/bin/python -m pytest $(PARALLEL) -m ""
 	$(NOTEBOOKS)
 

@@ -278,6 +278,60 @@ def test_swapped_requests_come_back_and_compute_nothing_twice():
     assert seen["little"].num_swapped_out_blocks > 0 < seen["little"].num_recomputed_tokens
 
 
+@pytest.mark.parametrize("failing", [1, 3], ids=["first-step", "third-step"])
+def test_a_request_whose_step_failed_is_counted_once_and_its_own_blocks_are_no_hits(failing, monkeypatch):
+    llm = make(enable_prefix_caching=True, block_size=4, max_num_batched_tokens=8)
+    real, calls = llm.engine.model.forward, 0
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise RuntimeError("the device is gone")
+        return real(*arguments)
+
+    monkeypatch.setattr(llm.engine.model, "forward", forward)
+    llm.add_request({"prompt_token_ids": list(range(40))}, SamplingParams(temperature=0, max_tokens=2))
+    outputs: list[Any] = []
+    while llm.has_unfinished_requests():
+        try:
+            outputs += llm.step()
+        except RuntimeError as error:
+            assert "device" in str(error)  # noqa: PT017
+    stats = llm.prefix_cache_stats
+    assert (stats.num_requests, stats.num_tokens, stats.num_hit_tokens) == (1, 40, 0)
+    assert outputs[-1].num_cached_tokens == 0
+    assert is_idle(llm)
+
+
+def test_blocks_move_out_then_in_then_are_copied_and_only_then_written(monkeypatch):
+    """A block that is swapped out may be given to a swap-in or a copy of the same step."""
+    llm = make(num_blocks=14, block_size=3, preemption="swap", swap_space=10**6, watermark=0.0)
+    store = llm.engine.store
+    order: list[str] = []
+    steps: list[list[str]] = []
+
+    def note(name: str) -> None:
+        real = getattr(store, name)
+
+        def noted(*arguments: Any) -> Any:
+            order.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(store, name, noted)
+
+    def listen(step: Any) -> None:
+        steps.append(order.copy())
+        order.clear()
+
+    for name in ("swap_out", "swap_in", "copy_blocks", "attend"):
+        note(name)
+    llm.engine.on_step = listen
+    llm.generate(["hello", "bye"], SamplingParams(temperature=0, max_tokens=9))
+    assert steps
+    assert all(step[:4] == ["swap_out", "swap_in", "copy_blocks", "attend"] for step in steps)
+
+
 def test_one_sequence_of_a_group_cannot_be_ended_in_the_middle_of_a_step():
     llm = make()
     llm.add_request("hello", THREE)

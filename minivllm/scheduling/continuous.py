@@ -109,7 +109,7 @@ class ContinuousScheduler:
         """Take what a step gave; returns the requests that end with it.
 
         tokens: the next token by sequence id. beams: for beam searches, by request id, what
-        `BeamSearch.advance` gave.
+        `advance` of `decoding/beam_search.py` gave.
         """
         sampled: dict[Request, list[Sequence]] = {}
         for request, sequence, num_new, samples in output.scheduled:

@@ -43,7 +43,8 @@ class Request:
     live: sequences that go on. forked: whether each of them has its own block table; a request with one
     sequence needs no fork. num_common_tokens: what the first computes for all before that.
     arrival: its number in the order of arrival. num_preemptions: how often it lost its memory.
-    num_cached_tokens: prompt tokens that it found in memory when it first began. finish_reason: None while
+    num_cached_tokens: prompt tokens that it found in memory when it first began; has_begun: whether a prefix
+    cache was asked for that already. finish_reason: None while
     a sequence goes on. search: the state of a beam search.
     """
 
@@ -66,6 +67,7 @@ class Request:
         self.status = Status.WAITING
         self.arrival = self.num_preemptions = self.num_cached_tokens = 0
         self.num_common_tokens = len(prompt_token_ids)
+        self.has_begun = False
         self.sharing: SharingReport | None = None
         self._num_sequences = 0
         self.search: BeamSearch | None = None

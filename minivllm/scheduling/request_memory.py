@@ -72,9 +72,10 @@ class RequestMemory:
             hits = self._hits(request, first, n)
             self.prefixes.begin(first.seq_id, n, hits)
             first.num_computed_tokens = len(hits) * self.prefixes.block_size
-            if request.num_preemptions == 0 and first.num_recomputed_to == 0:  # it begins for the first time
+            if not request.has_begun:  # after a preemption or a failed step it finds its own blocks
                 self.prefixes.stats.record(n, len(hits), self.prefixes.block_size)
                 request.num_cached_tokens = first.num_computed_tokens
+                request.has_begun = True
         else:
             self.manager.allocate(first.seq_id, n)
         self.promise(request)
