@@ -59,7 +59,8 @@ class CachingBlockPool(RefCountedBlockPool):
                 super().share([block])
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """One lets go of these blocks. The cached ones queue up in this order, to be evicted last."""
+        """One lets go of these blocks. The cached ones queue up in this order, to be evicted last; of the
+        others, which go to the head of the queue, the last one given back is handed out first."""
         super().free(block_ids)
         for block in block_ids:
             if self.is_free(block) and block not in self.index:

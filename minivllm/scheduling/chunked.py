@@ -25,10 +25,11 @@ from minivllm.scheduling.request import Request
 class ChunkedScheduler(ContinuousScheduler):
     """As continuous batching, with a budget of tokens for each step.
 
-    long_prefill_token_threshold: most tokens of one request in a step, so that a long prompt leaves budget
-    for others; None: the budget alone. prefer_prefill: prompts before decodes, as engines without chunks
-    often do. It shows what starvation is: while prompts keep coming, those who decode get nothing; and
-    a prompt may be admitted and give way again in one step, when those who decode then need its blocks.
+    long_prefill_token_threshold: most tokens of one request in a step, though one for each of its sequences,
+    so that a long prompt leaves budget for others; None: the budget alone. prefer_prefill: prompts before
+    decodes, as engines without chunks often do. It shows what starvation is: while prompts keep coming, those
+    who decode get nothing; and a prompt may be admitted and give way again in one step, when those who decode
+    then need its blocks.
 
     A request's memory is taken when it is admitted, for its whole prompt: chunks of two prompts could
     otherwise each hold what the other needs to go on.
