@@ -13,12 +13,15 @@ from typing import Any
 
 from minivllm.errors import InvalidOption
 
+MAX_N = 16384  # a continuation is an object before it is a row: a slip such as n=10**9 costs nothing
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen, and when to stop.
 
-    n: how many continuations of the prompt; with a seed, number i is what seed + i would give alone.
+    n: how many continuations of the prompt, at most 16384; with a seed, number i is what seed + i would give
+        alone.
     temperature: 0 takes the most likely token (greedy); 1 samples from the model's own distribution.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of most likely tokens whose probabilities reach top_p; in (0, 1].
@@ -63,7 +66,7 @@ class SamplingParams:
             self._check_number(name, getattr(self, name))
         for name in ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
             self._check_integer(name, getattr(self, name))
-        self._check(self.n >= 1, "n", "at least 1")
+        self._check(1 <= self.n <= MAX_N, "n", f"from 1 to {MAX_N}")
         self._check(self.temperature >= 0, "temperature", "at least 0; 0 is greedy")
         self._check(self.top_k >= -1, "top_k", "0 or -1 (keep all), or at least 1")
         self._check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")

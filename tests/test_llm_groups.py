@@ -155,6 +155,7 @@ def test_a_beam_search_beside_other_requests_under_way_and_aborted():
         (lambda: make(cache="naive").beam_search("a", BeamSearchParams(2)), InvalidOption, "cache='paged'"),
         (lambda: make(sharing=False).beam_search("a", BeamSearchParams(2)), InvalidOption, "shared"),
         (lambda: SamplingParams(n=0), InvalidOption, "n=0"),
+        (lambda: SamplingParams(n=10**9), InvalidOption, "n=1000000000 .*from 1 to 16384"),
         (lambda: make(max_num_seqs=2).generate("a", THREE), InvalidOption, "3 sequences.*max_num_seqs=2"),
         (
             lambda: make(max_num_batched_tokens=2).generate("a", THREE),
