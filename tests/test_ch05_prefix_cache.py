@@ -517,7 +517,7 @@ def test_a_sequence_that_gives_up_its_hits_may_begin_again(index):
     run(manager, 0, tokens)
     manager.free(0)
     manager.begin(1, 5, manager.match(1, tokens))
-    manager.shrink(1, 0)
+    manager.free(1)
     assert (manager.num_free_blocks, manager.num_registered(1)) == (4, 0)
     manager.begin(1, 5, manager.match(1, tokens))
     assert manager.num_registered(1) == 2

@@ -115,11 +115,6 @@ class PrefixCachingManager(SharingManager):
         self._keys.pop(seq_id, None)
         self._num_registered.pop(seq_id, None)
 
-    def shrink(self, seq_id: int, n: int) -> None:
-        """Undo what was allocated beyond n tokens since the copies were last fetched."""
-        super().shrink(seq_id, n)
-        self._num_registered[seq_id] = min(n // self.block_size, self.num_registered(seq_id))
-
     def reset(self) -> None:
         """Forget all cached contents. Raises PrefixCacheInUse and forgets none while any block is held."""
         held = self.pool.num_blocks - self.pool.num_free_blocks

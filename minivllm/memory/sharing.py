@@ -151,16 +151,6 @@ class SharingManager(PagedManager):
             self._cancel_copy(self._tables[seq_id])
         super().free(seq_id)
 
-    def shrink(self, seq_id: int, n: int) -> None:
-        """Undo what was allocated beyond n tokens since the copies were last fetched."""
-        table = self._tables[seq_id]
-        if table:
-            self._cancel_copy(table)
-        keep = num_blocks_for(n, self.block_size)
-        self.pool.free(table[keep:][::-1])
-        del table[keep:]
-        self._num_tokens[seq_id] = n
-
     def filled_blocks(self, seq_id: int, n: int) -> list[int]:
         """The blocks in which a sequence's first n tokens stand now, before the listed copies are made."""
         table = self._tables.get(seq_id, [])[: num_blocks_for(n, self.block_size)]
