@@ -42,6 +42,7 @@ class Engine:
     """Runs requests to their end, one step at a time.
 
     place: gives a batch its places in memory (`PagedBatch.place`); memory without places needs none.
+    forward: what computes the logits in place of the model: the same numbers, faster.
     clock: seconds, for the requests' metrics. on_step: called after each step's tokens are there and
     before the memory of finished requests is given back.
 
@@ -57,11 +58,13 @@ class Engine:
         scheduler: ContinuousScheduler,
         place: Callable[[Batch], Batch] = lambda batch: batch,
         *,
+        forward: Callable[[Batch, KVStore], Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[Step], None] | None = None,
     ):
         self.model, self.manager, self.store, self.scheduler = model, manager, store, scheduler
-        self.place, self.clock, self.on_step = place, clock, on_step
+        self.place, self.forward = place, forward
+        self.clock, self.on_step = clock, on_step
         self.num_steps = 0
         self.shield = Shield()
         self._in_step = False
@@ -169,7 +172,8 @@ class Engine:
         rows = [row for row, part in enumerate(plan.scheduled) if part.samples]
         if len(rows) < len(new):
             batch = replace(batch, logits_indices=batch.logits_indices[rows])
-        logits = self.model(self.place(batch), self.store)
+        forward = self.model if self.forward is None else self.forward
+        logits = forward(self.place(batch), self.store)
         parts = [plan.scheduled[row] for row in rows]
         return self._sample(parts, logits), self._search(parts, logits)
 

@@ -55,7 +55,9 @@ class EngineArgs:
 
     cache: "recompute" | "naive" | "contiguous" | "paged".
     scheduler: "static" | "continuous" | "chunked"; paged memory has the last by default, others the second.
-    attention: how paged attention is computed: "torch".
+    attention: how paged attention is computed: "torch" | "triton": kernels for a GPU, in float32, float16 or
+        bfloat16; "triton-naive" | "triton-tiled" | "triton-grouped": the steps on the way to it. By default
+        "triton" on CUDA where it can serve the model, else "torch".
     kv_cache_memory_bytes: the memory for keys and values, for every cache. By default min(4 GiB, a quarter
         of the free RAM) on a CPU, and on CUDA what gpu_memory_utilization leaves; never more than
         max_num_seqs sequences of max_model_len tokens can use.
@@ -77,6 +79,8 @@ class EngineArgs:
     max_num_batched_tokens: chunked: most tokens in a step; 512 on a CPU and 2048 elsewhere, and at least
         max_num_seqs. long_prefill_token_threshold: chunked: most tokens of one request in a step.
         prefer_prefill: chunked: prompts before decodes; False.
+    enforce_eager: run every step kernel by kernel. Without it, on CUDA with kernels in Triton, decode steps
+        are recorded as CUDA graphs at the start and replayed. Nothing else can be recorded: then it is True.
     """
 
     cache: str = "paged"
@@ -99,6 +103,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
     prefer_prefill: bool | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         self._check_choice("cache", CACHES)
@@ -116,7 +121,7 @@ class EngineArgs:
         for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_seqs", *CHUNKED_ONLY[:2]):
             self._check_integer(name, 1)
         self._check_integer("swap_space", 0)
-        for name in ("sharing", "enable_prefix_caching", "prefer_prefill"):
+        for name in ("sharing", "enable_prefix_caching", "prefer_prefill", "enforce_eager"):
             self._check_choice(name, (True, False))
         self._check_company()
         self._check_integer("max_model_len", 2)
@@ -179,13 +184,20 @@ class EngineArgs:
                 "Set kv_cache_memory_bytes instead."
             )
         paged = self.cache == "paged"
+        config = model.config
+        group = config.num_attention_heads // config.num_key_value_heads
+        kind = model.dtype, model.device, config.head_dim, group
+        if self.attention is not None:
+            kernels.check_model(self.attention, *kind)
+        attention = (self.attention or kernels.fastest(*kind)) if paged else None
         args = replace(
             self,
             scheduler=self.scheduler or ("chunked" if paged else "continuous"),
-            attention=(self.attention or "torch") if paged else None,
+            attention=attention,
             preemption=self.preemption or "recompute",
             scheduling_policy=self.scheduling_policy or "fcfs",
             sharing=self.sharing is not False if paged else None,
+            enforce_eager=self.enforce_eager or not _can_record(model, attention),
             prefix_cache=self._index(),
             enable_prefix_caching=None,  # it has become an index
             max_model_len=self.max_model_len or limit,
@@ -230,7 +242,7 @@ class EngineArgs:
     def _check_choice(self, name: str, choices: tuple[str | bool, ...]) -> None:
         value = getattr(self, name)
         right = any(value == choice and type(value) is type(choice) for choice in choices)
-        if not right and not (value is None and name != "cache"):
+        if not right and not (value is None and name not in ("cache", "enforce_eager")):
             listed = ", ".join(map(str, choices))
             raise InvalidOption(f"{name}={value!r} is not possible: it must be one of {listed}.")
 
@@ -249,8 +261,14 @@ class EngineArgs:
             raise InvalidOption(f"{name}={value!r} is not possible: it must be a number {expected}.")
 
 
+def _can_record(model: Decoder, attention: str | None) -> bool:
+    """Whether decode steps can become CUDA graphs: the reference waits for the device, and keeps them out."""
+    return model.device.type == "cuda" and attention not in (None, "torch")
+
+
 def _default_budget(device: torch.device, gpu_memory_utilization: float | None) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier engine had, PyTorch may still keep for itself
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * _first(gpu_memory_utilization, 0.9)) - (total - free))
     return min(4 * GIB, psutil.virtual_memory().available // 4)

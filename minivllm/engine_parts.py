@@ -13,13 +13,13 @@ import torch
 
 from minivllm.engine import Engine
 from minivllm.engine_args import CHUNKED_ONLY, SCHEDULERS, EngineArgs
-from minivllm.errors import InvalidOption
+from minivllm.errors import InvalidOption, OutOfMemory
 from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.contiguous_store import ContiguousBatch, ContiguousStore
 from minivllm.memory.manager import KVManager, RecomputeManager
 from minivllm.memory.naive import NaiveManager
 from minivllm.memory.naive_store import NaiveStore
-from minivllm.memory.paged import PagedManager
+from minivllm.memory.paged import PagedManager, num_blocks_for
 from minivllm.memory.paged_store import PagedBatch, PagedStore
 from minivllm.memory.prefix_cache import PrefixCachingManager
 from minivllm.memory.sharing import SharingManager
@@ -30,6 +30,7 @@ from minivllm.memory.swap import SwapSpace
 from minivllm.memory.swap_store import SwapStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
+from minivllm.model.graphs import DecodeGraphs
 from minivllm.step import Step
 
 
@@ -53,7 +54,9 @@ def build_engine(model: Decoder, args: EngineArgs, on_step: Callable[[Step], Non
         swap_space=SwapSpace(num_cpu_blocks) if num_cpu_blocks else None,
         **chunked,
     )
-    return Engine(model, manager, store, scheduler, place, on_step=on_step)
+    return Engine(
+        model, manager, store, scheduler, place, forward=_graphs(model, store, args), on_step=on_step
+    )
 
 
 def build_manager(model: Decoder, args: EngineArgs) -> KVManager:
@@ -93,9 +96,26 @@ def _tensors(
     return RecomputeStore() if args.cache == "recompute" else NaiveStore(), lambda batch: batch
 
 
+def _graphs(model: Decoder, store: KVStore, args: EngineArgs) -> DecodeGraphs | None:
+    """Recordings of the decode steps, where they are wanted and can be had: `resolve` knows."""
+    if args.enforce_eager:
+        return None
+    assert isinstance(store, PagedStore)
+    try:
+        max_blocks = num_blocks_for(int(args.max_model_len or 0), int(args.block_size or 0))
+        return DecodeGraphs(model, store, args.max_num_seqs, max_blocks)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{model.device} has no memory left to record decode steps of {args.max_num_seqs} sequences "
+            "as CUDA graphs. Lower gpu_memory_utilization or max_num_seqs, or set enforce_eager=True."
+        ) from error
+
+
 def _check_room(device: torch.device, num_bytes: int, option: str) -> None:
     """Raises InvalidOption for a pool that the device could never hold; some systems would promise it."""
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()  # what an earlier engine had, PyTorch may still keep for itself
     room = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().total
     if num_bytes > room:
         raise InvalidOption(

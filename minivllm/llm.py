@@ -71,6 +71,7 @@ class LLM(LLMEngine):
         max_num_batched_tokens: int | None = None,
         long_prefill_token_threshold: int | None = None,
         prefer_prefill: bool | None = None,
+        enforce_eager: bool = False,
     ):
         args = EngineArgs(
             cache=cache,
@@ -93,6 +94,7 @@ class LLM(LLMEngine):
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
             prefer_prefill=prefer_prefill,
+            enforce_eager=enforce_eager,
         )  # refused here, before a model is loaded
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0):
             raise InvalidOption(

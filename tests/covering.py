@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from random import Random
 from typing import Any, TypeAlias
@@ -14,15 +14,27 @@ Group: TypeAlias = tuple[tuple[str, Any], ...]  # some options with a value each
 
 
 def covering(
-    axes: Axes, valid: Callable[[Config], bool], *, strength: int = 2, times: int = 1
+    axes: Axes,
+    valid: Callable[[Config], bool],
+    *,
+    strength: int = 2,
+    times: int = 1,
+    apart: Collection[set[str]] = (),
 ) -> list[Config]:
     """Configurations in which each valid group of `strength` option values occurs at least so many times.
 
-    valid: whether option values go together; it is asked of parts of a configuration too, and each part that
-    it allows must have a whole that it allows. The same result each time.
+    apart: sets of options of which no group need be whole. valid: whether option values go together; it is
+    asked of parts of a configuration too, and each part that it allows must have a whole that it allows. The
+    same result each time.
     """
     random = Random(0)
-    missing = Counter({group: times for group in groups(axes, strength) if valid(dict(group))})
+    missing = Counter(
+        {
+            group: times
+            for group in groups(axes, strength)
+            if valid(dict(group)) and not any(options <= {name for name, _ in group} for options in apart)
+        }
+    )
     configs: list[Config] = []
     while missing:
         config = dict(next(iter(missing)))

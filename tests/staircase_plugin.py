@@ -40,7 +40,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The real model takes long and imports nothing that the tiny ones do not."""
-    slow = [item for item in items if "smollm2_source" in getattr(item, "fixturenames", ())]
+    """The real model takes long and imports nothing that the tiny ones do not; so does the compiler."""
+    slow = [item for item in items if {"smollm2_source", "compiler"} & set(getattr(item, "fixturenames", ()))]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]

@@ -162,7 +162,7 @@ WORKLOAD = requests_of((9, 12), (3, 5), (17, 8), (1, 1), (30, 9))
 
 def test_every_rung_gives_the_same_tokens_under_the_same_budget(tiny):
     results = list(ladder.run_ladder(tiny, WORKLOAD))
-    assert [r.rung.name for r in results] == list(ladder.RUNGS)
+    assert [r.rung.name for r in results] == list(ladder.RUNGS)[:-2] == list(ladder.rungs_of(tiny.device))
     assert [r.same_tokens for r in results] == ["(reference)"] + ["yes"] * (len(results) - 1)
     slots = {r.records[0].snapshot.num_slots for r in results}
     assert slots == {64}, "the five need 9 + 11, 3 + 4, 17 + 7, 1, 30 + 8 = 90 slots together"
@@ -216,7 +216,17 @@ def test_neighbouring_rungs_of_paged_memory_differ_in_one_thing():
         sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key)) for a, b in pairwise(paged)
     ]
     budget = "max_num_batched_tokens"
-    assert changed == [["sharing"], ["prefix_cache"], ["scheduler"], [budget, "scheduler"]]
+    assert changed == [
+        ["sharing"], ["prefix_cache"], ["scheduler"], [budget, "scheduler"], ["attention"], ["enforce_eager"]
+    ]  # fmt: skip
+
+
+def test_the_last_rungs_are_for_a_gpu(tiny):
+    assert ladder.rungs_of(torch.device("cuda", 1)) == tuple(ladder.RUNGS)
+    with pytest.raises(InvalidOption, match="attention='triton'"):
+        next(ladder.run_ladder(tiny, WORKLOAD, rungs=["naive", "triton"]))
+    with pytest.raises(InvalidOption, match="rung 'graphs' is not possible on cpu"):
+        next(ladder.run_ladder(tiny, WORKLOAD, rungs=["naive", "graphs"]))
 
 
 SAMPLES = [

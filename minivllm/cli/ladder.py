@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     "--rungs",
     default=None,
     help="Only these, separated by commas: recompute, naive, contiguous-max, contiguous-pow2, "
-    "contiguous-oracle (contiguous: all three), paged, sharing, prefix, continuous, chunked. The others are "
-    "compared with the first.",
+    "contiguous-oracle (contiguous: all three), paged, sharing, prefix, continuous, chunked; on "
+    "a GPU also triton, graphs. The others are compared with the first.",
 )
 @click.option(
     "--requests",
@@ -65,8 +65,8 @@ def ladder(
     from minivllm.model.loader import load_model
     from minivllm.model.tokenizer import load_tokenizer
 
-    names = tuple(lab.RUNGS) if rungs is None else tuple(name.strip() for name in rungs.split(","))
-    lab.check_rungs(names)
+    names = None if rungs is None else tuple(name.strip() for name in rungs.split(","))
+    lab.check_rungs(names or ())
     if plot is not None:
         _prepare(plot)
     with download_bar() as progress:
@@ -99,6 +99,9 @@ def ladder(
         click.echo(json.dumps({**about, "rungs": [r.to_json() for r in results]}))
     else:
         _print(console, about, workload, tokenizer, results)
+        left_out = [name for name in lab.RUNGS if name not in lab.rungs_of(decoder.device)]
+        if left_out and names is None:
+            console.print(f"Not run, since they need a GPU: {', '.join(left_out)}.", highlight=False)
     if plot is not None:
         from minivllm.lab.plot_ladder import plot_ladder
 

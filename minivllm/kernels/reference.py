@@ -1,6 +1,6 @@
 """Chapter 3: reading and writing paged KV memory, in PyTorch: gather, then attend.
 
-This is the reference that every faster kernel is compared with. It reads exactly the slots that hold a
+This is the reference that every faster kernel is compared with. It uses exactly the slots that hold a
 sequence's tokens: what stands in the rest of a last block, or in a free block, cannot matter.
 """
 

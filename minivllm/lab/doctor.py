@@ -40,7 +40,7 @@ def _package(name: str) -> Finding:
         return Finding(name, version(name))
     except PackageNotFoundError:
         if name == "triton" and sys.platform != "linux":
-            return Finding(name, "not made for this system; only chapter 8 needs it", "note")
+            return Finding(name, "not made for this system; only chapters 8 and 9 need it", "note")
         return Finding(
             name, "not installed; run `make env`, or `pip install -e .` in the project's folder", "fault"
         )
@@ -76,7 +76,7 @@ def _interpreter() -> Finding:
     Triton is loaded, and this library never turns it on for itself."""
     what = "Triton interpreter"
     if sys.platform != "linux":
-        return Finding(what, "Triton is made for Linux; only chapter 8 needs it", "note")
+        return Finding(what, "Triton is made for Linux; only chapters 8 and 9 need it", "note")
     command = [sys.executable, "-m", "minivllm.lab.doctor_kernel", "cpu"]
     try:
         done = subprocess.run(

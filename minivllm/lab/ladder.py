@@ -39,9 +39,10 @@ from minivllm.scheduling.request_memory import RequestMemory
 
 MAX_MODEL_LEN = 2048
 MAX_NUM_BATCHED_TOKENS = 48  # of the chunked rung: a long prompt takes three or four steps
-_STATIC = {"cache": "paged", "scheduler": "static"}
-_PREFIX = {"cache": "paged", "sharing": True, "prefix_cache": "hash"}
-_CHUNKED = {"scheduler": "chunked", "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+_PAGED = {"cache": "paged", "attention": "torch", "enforce_eager": True}
+_STATIC = {**_PAGED, "scheduler": "static"}
+_PREFIX = {**_PAGED, "sharing": True, "prefix_cache": "hash"}
+_CHUNKED = {**_PREFIX, "scheduler": "chunked", "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ RUNGS = {
         ("sharing", 4, {**_STATIC, "sharing": True}),
         ("prefix", 5, {**_PREFIX, "scheduler": "static"}),
         ("continuous", 6, {**_PREFIX, "scheduler": "continuous"}),
-        ("chunked", 7, {**_PREFIX, **_CHUNKED}),
+        ("chunked", 7, _CHUNKED),
+        ("triton", 8, {**_CHUNKED, "attention": "triton"}),
+        ("graphs", 9, {**_CHUNKED, "attention": "triton", "enforce_eager": False}),
     )
 }
 
@@ -156,6 +159,12 @@ def check_rungs(names: Sequence[str]) -> list[Rung]:
     return [rung for rung in RUNGS.values() if any(_is_named(rung.name, name) for name in names)]
 
 
+def rungs_of(device: torch.device) -> tuple[str, ...]:
+    """The rungs that a device can run: the last two need a GPU. (Triton's interpreter runs the first of them,
+    by name.)"""
+    return tuple(name for name, rung in RUNGS.items() if device.type == "cuda" or rung.chapter < 8)
+
+
 def _is_named(rung: str, name: str) -> bool:
     return name in (rung, rung.split("-")[0])
 
@@ -164,19 +173,19 @@ def run_ladder(
     model: Decoder,
     requests: Sequence[WorkloadRequest],
     *,
-    rungs: Sequence[str] = tuple(RUNGS),
+    rungs: Sequence[str] | None = None,
     kv_cache_memory_bytes: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[RungResult]:
     """Yield each rung's result as soon as it is there; the first is what the others are compared with.
 
-    All requests are there at the start, and go on past end-of-sequence tokens. Raises InvalidOption and
-    RequestTooLong before anything runs.
+    rungs: by name; None means all that the model's device can run. All requests are there at the start, and
+    go on past end-of-sequence tokens. Raises InvalidOption and RequestTooLong before anything runs.
     """
     if model.dtype not in (torch.float32, torch.float64):
         raise InvalidOption(f"dtype {model.dtype} rounds too much to compare tokens; use float32 or float64.")
-    chosen = check_rungs(rungs)
+    chosen = check_rungs(rungs_of(model.device) if rungs is None else rungs)
     max_model_len = min(max_model_len, model.config.max_position_embeddings)
     budget = kv_cache_memory_bytes or default_budget(model, requests)
     for number, request in enumerate(requests, start=1):
@@ -186,6 +195,8 @@ def run_ladder(
                 f"Request {number} has {len(request.token_ids)} tokens and max_tokens="
                 f"{request.max_tokens}: more than the {max_model_len} that a sequence may have here."
             )
+    if RUNGS["graphs"] in chosen and model.device.type != "cuda":
+        raise InvalidOption(f"The rung 'graphs' is not possible on {model.device}: CUDA graphs need a GPU.")
     for rung in chosen:  # refused now, not after minutes
         args = EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
         _check_that_each_fits(rung, build_manager(model, args), args, requests)
@@ -193,6 +204,8 @@ def run_ladder(
     first: RungResult | None = None
     for rung in chosen:
         args = EngineArgs(**rung.options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
+        if args.attention == "triton":
+            run_rung(model, rung, args, requests, report)  # not counted: it compiles the kernels
         result = run_rung(model, rung, args, requests, report)
         if first is None:
             first, result.same_tokens = result, "(reference)"

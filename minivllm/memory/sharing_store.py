@@ -6,15 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from minivllm import kernels
 from minivllm.memory.paged_store import PagedStore
+from minivllm.model.config import ModelConfig
 
 
 class SharingStore(PagedStore):
     """The pool, in which whole blocks can be copied."""
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: str = "torch",
+    ):
+        super().__init__(config, num_blocks, block_size, dtype, device, attention)
+        self._copy = kernels.get_copy(attention)
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks with all their layers, (block read, block written); no block is both, and none is
         written twice."""
-        if copies:
-            source, target = torch.tensor(copies, device=self.kv.device).unbind(1)
-            self.kv[target] = self.kv[source]
+        self._copy.copy_blocks(self.kv, self.kv, copies)

@@ -32,7 +32,7 @@ class ChunkedScheduler(ContinuousScheduler):
     then need its blocks.
 
     A request's memory is taken when it is admitted, for its whole prompt: chunks of two prompts could
-    otherwise each hold what the other needs to go on.
+    otherwise each hold what the other needs to go on. vLLM takes it chunk by chunk, and preempts one of two.
     """
 
     def __init__(

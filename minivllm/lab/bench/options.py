@@ -49,11 +49,12 @@ class BenchOptions:
     device: str = "auto"
     cache: str | None = _option(str, "KV memory: recompute, naive, contiguous or paged.")
     scheduler: str | None = _option(str, "static, continuous or chunked.")
-    attention: str | None = _option(str, "Kernels of paged attention: torch.")
+    attention: str | None = _option(str, "Kernels of paged attention: torch, triton, triton-naive, ...")
     kv_cache_memory_bytes: int | None = _option(int, "Memory for keys and values.")
     block_size: int | None = _option(int, "Tokens in a block.")
     num_blocks: int | None = _option(int, "Blocks, instead of a number of bytes.")
     reservation: str | None = _option(str, "Contiguous memory: max, pow2 or oracle.")
+    sharing: bool | None = _option(bool, "Paged: whether samples and beams share blocks.")
     prefix_cache: str | None = _option(str, "Find computed prefixes again: hash or radix.")
     enable_prefix_caching: bool | None = _option(bool, "The same as prefix-cache hash.")
     preemption: str | None = _option(str, "When memory is full: recompute or swap.")
@@ -62,6 +63,7 @@ class BenchOptions:
     max_num_batched_tokens: int | None = _option(int, "Scheduler chunked: most tokens in a step.")
     long_prefill_token_threshold: int | None = _option(int, "Chunked: most tokens of one request in a step.")
     prefer_prefill: bool | None = _option(bool, "Chunked: prompts before decodes.")
+    enforce_eager: bool | None = _option(bool, "On CUDA, no graphs: decode steps kernel by kernel.")
     max_num_seqs: int | None = _option(int, "Most sequences at once; 64.")
     max_model_len: int | None = _option(int, "Most tokens of prompt and output together.")
 

@@ -147,7 +147,7 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What a figure must say of its device."""
+    """What a figure must say of its device; also that Triton's interpreter was used."""
     import torch
 
     if device.type == "cuda":
@@ -158,4 +158,6 @@ def device_name(device: torch.device) -> str:
             name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"CPU {name}, {torch.get_num_threads()} threads"
+    limits = sys.modules.get("minivllm.kernels.triton_limits")  # there once a kernel was asked for
+    interpreter = ", Triton's interpreter" if limits is not None and limits.INTERPRETED else ""
+    return f"CPU {name}, {torch.get_num_threads()} threads{interpreter}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from minivllm.errors import InvalidOption, MinivllmError
@@ -33,8 +34,8 @@ WARMUP_TOKENS = 4
 def run(requests: Sequence[WorkloadRequest], options: BenchOptions, report: Report) -> BenchResult:
     """Run the workload, all requests at once, greedily, past end-of-sequence tokens, without prefix sharing.
 
-    block_size is the library's page_size. Raises InvalidOption, InvalidPrompt, RequestTooLong, InvalidModel,
-    and MinivllmError with what stopped the library's thread.
+    block_size is the library's page_size (block_size in its version 5.17). Raises InvalidOption,
+    InvalidPrompt, RequestTooLong, InvalidModel, and MinivllmError with what stopped the library's thread.
     """
     import torch
     from transformers import GenerationConfig
@@ -44,8 +45,10 @@ def run(requests: Sequence[WorkloadRequest], options: BenchOptions, report: Repo
     source, config, dtype, device = resolve_options(options)
     prompts = encode_prompts(requests, source, config)
     longest = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
+    page = "page_size" if "page_size" in signature(ContinuousBatchingConfig).parameters else "block_size"
+    size: dict[str, Any] = {page: options.block_size or PAGE_SIZE}
     batching = ContinuousBatchingConfig(
-        page_size=options.block_size or PAGE_SIZE,
+        **size,
         num_blocks=_num_blocks(options, config, dtype.itemsize, longest, device.type),
         max_requests_per_batch=options.batch_size,
         allow_block_sharing=False,
