@@ -161,3 +161,15 @@ def test_the_fastest_is_triton_on_a_gpu_that_can_have_it_and_torch_elsewhere(mon
     assert kernels.fastest(torch.float16, torch.device("cuda", 1), 64, 3) == "triton"
     assert kernels.fastest(torch.float64, torch.device("cuda"), 64, 3) == "torch"
     assert kernels.fastest(torch.float16, torch.device("cpu"), 64, 3) == "torch"
+
+
+def test_a_gpu_that_is_too_old_for_the_tiles_is_refused_by_its_capability(triton, monkeypatch):
+    from minivllm.errors import InvalidOption
+    from minivllm.kernels import triton_limits
+
+    device = torch.device("cuda")
+    monkeypatch.setattr(triton_limits, "capability", lambda device: 80)
+    triton_limits.check_device(device)
+    monkeypatch.setattr(triton_limits, "capability", lambda device: 75)
+    with pytest.raises(InvalidOption, match=r"compute capability is 7\.5: 8\.0 or more.*attention='torch'"):
+        triton_limits.check_device(device)

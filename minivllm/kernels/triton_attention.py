@@ -14,8 +14,8 @@ Bytes of K and V that the programs ask for; a tile's keys are those that its las
 
     sum over tiles of keys(tile)  *  num_kv_heads  *  2 * head_dim * itemsize
 
-In a prefill that is BLOCK_Q times less than in step 3. In a decode step it is the same: there the gain is
-where sequences are few, and their keys are cut into parts for several programs (`triton_split.py`).
+In a long prefill that is nearly BLOCK_Q times less than in step 3. In a decode step it is the same: there the
+gain is where sequences are few, and their keys are cut into parts for several programs (`triton_split.py`).
 
 Where it is not faster: decode with many sequences. What it costs: a program of many rows takes more registers
 and shared memory, so fewer run at a time; and a sequence with few queries in the company of a long prompt has

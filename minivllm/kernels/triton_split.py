@@ -2,8 +2,9 @@
 
 In decode there is one program for each sequence and key/value head. One sequence of a model with 8 such heads
 keeps 8 programs busy, on a GPU with 132 multiprocessors. So each program's walk over the keys is cut into
-parts that run side by side (Flash-Decoding: Dao et al., 2023). A part gives its own output, normed, and how
-much it weighs: log2 of the sum of its exponentials. With these the parts are averaged:
+parts that run side by side (Dao et al., "Flash-Decoding for long-context inference", 2023). A part gives its
+own output, normed, and how much it weighs: log2 of the sum of its exponentials. With these the parts are
+averaged:
 
     300 keys in tiles of 64, 4 parts of two tiles each:
 
@@ -29,9 +30,8 @@ PROGRAMS_EACH = 2  # programs that a multiprocessor runs at a time, for the choi
 START = 1  # what it costs to begin a part, in tiles of keys
 COMBINE = 3  # what a second kernel costs
 MAX_SPLITS = 128
-GOOD_ENOUGH = (
-    1.05  # the smallest count that costs at most so much more than the best: it suits short ones too
-)
+# The smallest count is taken that costs at most so much more than the best: it suits short sequences too.
+GOOD_ENOUGH = 1.05
 PARTS = 16  # parts that `combine_kernel` reads at a time
 
 

@@ -35,6 +35,8 @@ from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
 
 Run: TypeAlias = Callable[[], None]  # reads and writes tensors that stay where they are
+# What the batch has one of for each sequence.
+ROWS = ("token_ids", "positions", "seq_lens", "logits_indices", "slot_mapping", "block_tables")
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -114,9 +116,6 @@ class DecodeGraphs:
             self._logits[:size] = self.model(batch, self.store)
 
         return run
-
-
-ROWS = ("token_ids", "positions", "seq_lens", "logits_indices", "slot_mapping", "block_tables")
 
 
 class CudaGraphRecorder:
