@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -42,7 +43,8 @@ class Engine:
     """Runs requests to their end, one step at a time.
 
     place: gives a batch its places in memory (`PagedBatch.place`); memory without places needs none.
-    forward: what computes the logits in place of the model: the same numbers, faster.
+    pack: what makes the batch of a step, its places included, in place of `Batch.pack` and place: the same,
+    faster. forward: what computes the logits in place of the model: the same numbers, faster.
     clock: seconds, for the requests' metrics. on_step: called after each step's tokens are there and
     before the memory of finished requests is given back.
 
@@ -58,12 +60,13 @@ class Engine:
         scheduler: ContinuousScheduler,
         place: Callable[[Batch], Batch] = lambda batch: batch,
         *,
+        pack: Callable[[Many[ScheduledSequence]], Batch] | None = None,
         forward: Callable[[Batch, KVStore], Tensor] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[Step], None] | None = None,
     ):
         self.model, self.manager, self.store, self.scheduler = model, manager, store, scheduler
-        self.place, self.forward = place, forward
+        self.place, self.pack, self.forward = place, pack or self._pack, forward
         self.clock, self.on_step = clock, on_step
         self.num_steps = 0
         self.shield = Shield()
@@ -121,12 +124,13 @@ class Engine:
         if not plan.scheduled:
             assert not self.scheduler.has_unfinished(), "requests wait, and none of them can run"
             return []
-        state = [(request, *_chance(request)) for request in _sampled(plan)]
+        sampled = list(dict.fromkeys([part.request for part in plan.scheduled if part.samples]))
+        searches = {request: copy.copy(request.search) for request in sampled if request.search is not None}
         try:
             with self.shield.lowered():
                 tokens, beams = self._compute(plan)
         except BaseException as error:
-            self._undo(plan, state)
+            self._undo(plan, sampled, searches)
             self._explain(plan, error)
             raise
         end = self.clock()
@@ -135,18 +139,24 @@ class Engine:
                 with self.shield.lowered():
                     self.on_step(self._describe(plan, start, end))
         finally:  # whatever a listener does, no token is lost
-            self._take(plan, tokens, beams, start, end)
-        return _sampled(plan)
+            self._take(plan, sampled, tokens, beams, start, end)
+        return sampled
 
     def _take(
-        self, plan: SchedulerOutput, tokens: dict[int, int], beams: Beams, start: float, end: float
+        self,
+        plan: SchedulerOutput,
+        sampled: list[Request],
+        tokens: dict[int, int],
+        beams: Beams,
+        start: float,
+        end: float,
     ) -> None:
         self.num_steps += 1
         for part in plan.scheduled:
             if part.request.metrics.first_scheduled_time is None:
                 part.request.metrics.first_scheduled_time = start
-        for request in _sampled(plan):
-            if request.finish_reason is None:
+        for request in sampled:
+            if request.live:
                 request.metrics.token_times.append(end)
             else:  # aborted by a listener: it does not get this step's token
                 _cut_logprobs(request)
@@ -164,18 +174,19 @@ class Engine:
             self.store.swap_in(plan.swap_in)
         if isinstance(self.store, SharingStore):
             self.store.copy_blocks(plan.block_copies)
-        new = [
-            (part.sequence.seq_id, part.new_token_ids(), part.sequence.num_computed_tokens)
-            for part in plan.scheduled
-        ]
-        batch = Batch.pack(new, self.model.device)
-        rows = [row for row, part in enumerate(plan.scheduled) if part.samples]
-        if len(rows) < len(new):
-            batch = replace(batch, logits_indices=batch.logits_indices[rows])
         forward = self.model if self.forward is None else self.forward
-        logits = forward(self.place(batch), self.store)
-        parts = [plan.scheduled[row] for row in rows]
+        logits = forward(self.pack(plan.scheduled), self.store)
+        parts = [part for part in plan.scheduled if part.samples]
         return self._sample(parts, logits), self._search(parts, logits)
+
+    def _pack(self, parts: Many[ScheduledSequence]) -> Batch:
+        """The batch of a step, with its places in memory, and logits for the parts that sample."""
+        new = [
+            (part.sequence.seq_id, part.new_token_ids(), part.sequence.num_computed_tokens) for part in parts
+        ]
+        batch = self.place(Batch.pack(new, self.model.device))
+        rows = [row for row, part in enumerate(parts) if part.samples]
+        return replace(batch, logits_indices=batch.logits_indices[rows])
 
     def _sample(self, parts: list[ScheduledSequence], logits: Tensor) -> dict[int, int]:
         """The next token of every sequence that is sampled; several may draw from one row of logits."""
@@ -191,7 +202,8 @@ class Engine:
         prompts, outputs = [r.prompt_token_ids for r in requests], [s.output_token_ids for s in sequences]
         adjusted = adjust(logits, params, prompts, outputs, self.model.config.eos_token_ids)
         try:
-            tokens = sample(adjusted, params, [sequence.generator for sequence in sequences])
+            chance: Many[Any] = sequences  # each gives its number
+            tokens = sample(adjusted, params, chance)
         except InvalidLogits as error:
             error.request_id = requests[error.row].request_id
             raise
@@ -216,15 +228,16 @@ class Engine:
                 raise
         return beams
 
-    def _undo(self, plan: SchedulerOutput, state: list[tuple[Request, list[Any], Any]]) -> None:
-        """As if the step had never begun: no keys, no log-probabilities, no number drawn, no beam chosen."""
+    def _undo(
+        self, plan: SchedulerOutput, sampled: list[Request], searches: dict[Request, BeamSearch]
+    ) -> None:
+        """As if the step had never begun: no keys, no log-probabilities, no beam chosen. A number that was
+        drawn is drawn again."""
         for part in plan.scheduled:
             self._let_go([part.sequence])
-        for request, chance, search in state:
+        for request in sampled:
             _cut_logprobs(request)
-            for sequence, drawn in zip(request.live, chance, strict=False):
-                sequence.generator.setstate(drawn)
-            request.search = search
+            request.search = searches.get(request)
         self.scheduler.take_back(plan)
 
     def _explain(self, plan: SchedulerOutput, error: BaseException) -> None:
@@ -261,18 +274,6 @@ class Engine:
         waiting = (r.request_id for r in self.scheduler.waiting)
         moved = len(plan.swap_out), len(plan.swap_in), len(plan.block_copies)
         return Step(self.num_steps, start, end, tuple(scheduled), tuple(preempted), tuple(waiting), *moved)
-
-
-def _sampled(plan: SchedulerOutput) -> list[Request]:
-    """The requests that get a token in a step, in batch order."""
-    return list(dict.fromkeys(part.request for part in plan.scheduled if part.samples))
-
-
-def _chance(request: Request) -> tuple[list[Any], BeamSearch | None]:
-    """What a step may change of a request before it is taken: where its generators stand, and its search."""
-    if not isinstance(request.params, SamplingParams) or request.params.greedy:
-        return [], copy.copy(request.search)
-    return [sequence.generator.getstate() for sequence in request.live], None
 
 
 def _cut_logprobs(request: Request) -> None:

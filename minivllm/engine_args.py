@@ -21,6 +21,7 @@ from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.prefix_cache import INDEXES
 from minivllm.memory.size import bytes_per_token
 from minivllm.model.decoder import Decoder
+from minivllm.model.packed import can_pack
 from minivllm.scheduling.chunked import ChunkedScheduler
 from minivllm.scheduling.continuous import ContinuousScheduler
 from minivllm.scheduling.queue import POLICIES
@@ -55,9 +56,11 @@ class EngineArgs:
 
     cache: "recompute" | "naive" | "contiguous" | "paged".
     scheduler: "static" | "continuous" | "chunked"; paged memory has the last by default, others the second.
-    attention: how paged attention is computed: "torch" | "triton": kernels for a GPU, in float32, float16 or
-        bfloat16; "triton-naive" | "triton-tiled" | "triton-grouped": the steps on the way to it. By default
-        "triton" on CUDA where it can serve the model, else "torch".
+    attention: how paged attention is computed: "torch": in PyTorch, on any device; "reference": the slow and
+        plain way of chapter 3, which all others are compared with; "triton": kernels for a GPU, in float32,
+        float16 or bfloat16; "triton-naive" | "triton-tiled" | "triton-grouped": the steps on the way to it;
+        "c": a kernel for a CPU, compiled at first use. By default "triton" on CUDA and "c" on a CPU where it
+        can serve the model, else "torch".
     kv_cache_memory_bytes: the memory for keys and values, for every cache. By default min(4 GiB, a quarter
         of the free RAM) on a CPU, and on CUDA what gpu_memory_utilization leaves; never more than
         max_num_seqs sequences of max_model_len tokens can use.
@@ -79,8 +82,10 @@ class EngineArgs:
     max_num_batched_tokens: chunked: most tokens in a step; 512 on a CPU and 2048 elsewhere, and at least
         max_num_seqs. long_prefill_token_threshold: chunked: most tokens of one request in a step.
         prefer_prefill: chunked: prompts before decodes; False.
-    enforce_eager: run every step kernel by kernel. Without it, on CUDA with kernels in Triton, decode steps
-        are recorded as CUDA graphs at the start and replayed. Nothing else can be recorded: then it is True.
+    enforce_eager: run the model as chapter 0 writes it, operation by operation. Without it, on CUDA with
+        kernels in Triton, decode steps are recorded as CUDA graphs at the start and replayed; on a CPU the
+        weights are packed at the start, float32 and, where the processor multiplies it, bfloat16. Where
+        neither can be had, and in other caches than paged, it is True.
     """
 
     cache: str = "paged"
@@ -197,7 +202,7 @@ class EngineArgs:
             preemption=self.preemption or "recompute",
             scheduling_policy=self.scheduling_policy or "fcfs",
             sharing=self.sharing is not False if paged else None,
-            enforce_eager=self.enforce_eager or not _can_record(model, attention),
+            enforce_eager=self.enforce_eager or not paged or not _has_faster(model, attention),
             prefix_cache=self._index(),
             enable_prefix_caching=None,  # it has become an index
             max_model_len=self.max_model_len or limit,
@@ -261,9 +266,12 @@ class EngineArgs:
             raise InvalidOption(f"{name}={value!r} is not possible: it must be a number {expected}.")
 
 
-def _can_record(model: Decoder, attention: str | None) -> bool:
-    """Whether decode steps can become CUDA graphs: the reference waits for the device, and keeps them out."""
-    return model.device.type == "cuda" and attention not in (None, "torch")
+def _has_faster(model: Decoder, attention: str | None) -> bool:
+    """Whether anything can run in the model's place: on a CPU packed weights, on CUDA recorded steps, which
+    attention in PyTorch keeps out: it waits for the device."""
+    if model.device.type == "cpu":
+        return can_pack(model.dtype, model.device)
+    return model.device.type == "cuda" and str(attention).startswith("triton")
 
 
 def _default_budget(device: torch.device, gpu_memory_utilization: float | None) -> int:

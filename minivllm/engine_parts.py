@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from torch import Tensor
 
 from minivllm.engine import Engine
 from minivllm.engine_args import CHUNKED_ONLY, SCHEDULERS, EngineArgs
 from minivllm.errors import InvalidOption, OutOfMemory
+from minivllm.kernels.c_rows import MAX_ROW, RowKernels
 from minivllm.memory.contiguous import ContiguousManager
 from minivllm.memory.contiguous_store import ContiguousBatch, ContiguousStore
 from minivllm.memory.manager import KVManager, RecomputeManager
@@ -31,11 +33,20 @@ from minivllm.memory.swap_store import SwapStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
 from minivllm.model.graphs import DecodeGraphs
+from minivllm.model.packed import PackedDecoder
+from minivllm.model.paged_batches import PagedBatches
 from minivllm.step import Step
 
 
-def build_engine(model: Decoder, args: EngineArgs, on_step: Callable[[Step], None] | None = None) -> Engine:
-    """An engine of the parts that the options name. Raises InvalidOption."""
+def build_engine(
+    model: Decoder,
+    args: EngineArgs,
+    on_step: Callable[[Step], None] | None = None,
+    *,
+    keep_weights: bool = True,
+) -> Engine:
+    """An engine of the parts that the options name. keep_weights: where they are packed, whether the model
+    stays as it is, beside the packed copy. Raises InvalidOption."""
     args = args.resolve(model)
     if args.cache != "recompute":
         _check_room(model.device, int(args.kv_cache_memory_bytes or 0), "kv_cache_memory_bytes or num_blocks")
@@ -54,9 +65,10 @@ def build_engine(model: Decoder, args: EngineArgs, on_step: Callable[[Step], Non
         swap_space=SwapSpace(num_cpu_blocks) if num_cpu_blocks else None,
         **chunked,
     )
-    return Engine(
-        model, manager, store, scheduler, place, forward=_graphs(model, store, args), on_step=on_step
-    )
+    # Paging alone, as chapter 3 has it, is packed and placed as chapters 0 and 3 say.
+    pack = PagedBatches(manager, model.device) if isinstance(manager, SharingManager) else None
+    forward = _forward(model, store, args, keep_weights)
+    return Engine(model, manager, store, scheduler, place, pack=pack, forward=forward, on_step=on_step)
 
 
 def build_manager(model: Decoder, args: EngineArgs) -> KVManager:
@@ -96,10 +108,14 @@ def _tensors(
     return RecomputeStore() if args.cache == "recompute" else NaiveStore(), lambda batch: batch
 
 
-def _graphs(model: Decoder, store: KVStore, args: EngineArgs) -> DecodeGraphs | None:
-    """Recordings of the decode steps, where they are wanted and can be had: `resolve` knows."""
+def _forward(
+    model: Decoder, store: KVStore, args: EngineArgs, keep_weights: bool
+) -> Callable[[Batch, KVStore], Tensor] | None:
+    """What computes in the model's place, where it is wanted and can be had: `resolve` knows."""
     if args.enforce_eager:
         return None
+    if model.device.type == "cpu":
+        return PackedDecoder(model, _rows(model, args), keep_weights)
     assert isinstance(store, PagedStore)
     try:
         max_blocks = num_blocks_for(int(args.max_model_len or 0), int(args.block_size or 0))
@@ -109,6 +125,16 @@ def _graphs(model: Decoder, store: KVStore, args: EngineArgs) -> DecodeGraphs | 
             f"{model.device} has no memory left to record decode steps of {args.max_num_seqs} sequences "
             "as CUDA graphs. Lower gpu_memory_utilization or max_num_seqs, or set enforce_eager=True."
         ) from error
+
+
+def _rows(model: Decoder, args: EngineArgs) -> RowKernels | None:
+    """Norm and rotary embedding in C, but where attention is asked for without it, or it cannot be had."""
+    if args.attention not in (None, "c") or model.config.hidden_size > MAX_ROW:
+        return None
+    try:
+        return RowKernels()
+    except InvalidOption:
+        return None
 
 
 def _check_room(device: torch.device, num_bytes: int, option: str) -> None:

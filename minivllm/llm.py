@@ -34,7 +34,8 @@ class LLM(LLMEngine):
     """A model, a memory, a scheduler, and the requests that are under way.
 
     model: a name such as "smollm2-135m", a hub id, a folder, a .gguf file, "random:<preset>" (weights from
-        `seed`), or a Decoder that is loaded already, with its tokenizer.
+        `seed`), or a Decoder that is loaded already, with its tokenizer. It stays as it is: where weights are
+        packed (see `EngineArgs.enforce_eager`), the packed ones take as much memory again.
     dtype: "auto", "float32", "bfloat16", ...; device: "auto", "cpu", "cuda", "cuda:1".
     seed: where requests without a seed of their own draw from: the same calls in the same order give the
         same tokens. None draws a fresh one.
@@ -105,7 +106,7 @@ class LLM(LLMEngine):
         seed = None if seed is None else int(seed)
         decoder, text = _load(model, tokenizer, dtype, device, seed)
         self.args = args.resolve(decoder)  # what was chosen, defaults filled in
-        engine = build_engine(decoder, self.args)
+        engine = build_engine(decoder, self.args, keep_weights=isinstance(model, Decoder))
         super().__init__(engine, text, int(self.args.max_model_len or 0), seed)
 
     def generate(
@@ -194,18 +195,17 @@ class LLM(LLMEngine):
 
     def _run(self, states: Sequence[RequestState], use_tqdm: bool | None) -> None:
         """Step until all of these have ended."""
-        left = [state for state in states if not state.finished]
+        self._awaited = {state.request_id for state in states if not state.finished}
         hidden = None if use_tqdm is None else not use_tqdm  # None: hidden where there is no terminal
         with tqdm(total=len(states), unit="request", disable=hidden) as bar:
             mine = {state.request_id for state in states}
-            while left:
+            while left := len(self._awaited):
                 self._advance(mine)
-                unfinished = [state for state in left if not state.finished]
-                if len(unfinished) < len(left) and not bar.disable:
+                ended = left - len(self._awaited)
+                if ended and not bar.disable:
                     tokens = sum(state.num_output_tokens for state in states)
                     bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:.1f} tok/s", refresh=False)
-                    bar.update(len(left) - len(unfinished))
-                left = unfinished
+                    bar.update(ended)
 
     def _pieces(self, state: RequestState) -> Generator[str, None, RequestOutput]:
         given = 0

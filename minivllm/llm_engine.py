@@ -45,6 +45,7 @@ class LLMEngine:
         self._num_requests = 0
         self._states: dict[int, RequestState] = {}  # requests under way
         self._added: set[int] = set()  # of these, the ones whose output `step` gives
+        self._awaited: set[int] = set()  # and the ones that a call of `generate` waits for
         self._news: dict[int, RequestState] = {}  # those that `step` has something new to say of
 
     @property
@@ -217,27 +218,33 @@ class LLMEngine:
                     raise
                 logger.warning("%s", error)
             else:
-                ids = dict.fromkeys(_caller_id(request.request_id) for request in requests)
+                ids = dict.fromkeys([_caller_id(request.request_id) for request in requests])
                 self._read([self._states[i] for i in ids if i in self._states])
+                if (
+                    not self.engine.has_unfinished()
+                ):  # a listener may have ended some that were not in the step
+                    self._read(list(self._states.values()))
 
     def _read(self, states: Sequence[RequestState]) -> None:
         """Turn new tokens to text, end what a stop string ends, and note what `step` has to give."""
         for state in states:
-            news = list(state.news())
+            news = state.news()
             for text in news:
                 stop, sequence = text.read_new_tokens(), text.sequence
                 if stop is not None and sequence.finish_reason is not None:
                     sequence.finish_reason, sequence.stop_reason = "stop", stop
                 elif stop is not None:
                     self.engine.finish(text.request, "stop", stop, sequence)
-            if (news or state.finished) and state.request_id in self._added:
+            finished = state.finished
+            if (news or finished) and state.request_id in self._added:
                 self._news[state.request_id] = state
-            if state.finished:
+            if finished:
                 self._close(state)
 
     def _close(self, state: RequestState) -> None:
         """A request has ended: its texts are complete, and `step` has its last word to give."""
         self._states.pop(state.request_id, None)
+        self._awaited.discard(state.request_id)
         if state.request_id in self._added:
             self._added.remove(state.request_id)
             self._news[state.request_id] = state

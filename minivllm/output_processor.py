@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from minivllm.decoding.beams import BeamSearch, Hypothesis
@@ -34,24 +34,25 @@ class SequenceText:
     @property
     def has_news(self) -> bool:
         """Whether a token or the end has come that was not turned to text yet."""
+        if self._complete:
+            return False
         s = self.sequence
-        unread = self._num_read < len(s.output_token_ids) or s.finish_reason is not None
-        return unread and not self._complete
+        return self._num_read < len(s.output_token_ids) or s.finish_reason is not None
 
     def read_new_tokens(self) -> str | None:
         """Turn the tokens that have come since the last call to text; returns the stop string that ends it.
 
         A token that itself ended the sequence adds no text. At the end nothing is held back any more.
         """
-        tokens = self.sequence.output_token_ids
-        while self._num_read < len(tokens) and not self._complete:
-            token = tokens[self._num_read]
+        if self._complete:
+            return None
+        for token in self.sequence.output_token_ids[self._num_read :]:
             self._num_read += 1
-            if self._num_read == len(tokens) and self._ended_by(token):
+            if self._ended_by(token):
                 break
             if (stop := self._add(self._detokenizer.add(token))) is not None:
                 return stop
-        if self.sequence.finish_reason is not None and not self._complete:
+        if self.sequence.finish_reason is not None:
             if (stop := self._add(self._detokenizer.flush())) is not None:
                 return stop
             self._text.flush()
@@ -74,10 +75,15 @@ class SequenceText:
         )
 
     def _ended_by(self, token: int) -> bool:
-        ends = stop_token_ids(self.params, self.request.eos_token_ids)
-        return self.sequence.finish_reason == "stop" and token in ends
+        s = self.sequence
+        if s.finish_reason != "stop" or self._num_read < len(s.output_token_ids):
+            return False
+        return token in stop_token_ids(self.params, self.request.eos_token_ids)
 
     def _add(self, piece: str) -> str | None:
+        if not self.params.stop:  # nothing to look for
+            self._text.text += piece
+            return None
         may_stop = self._num_read > self.params.min_tokens
         stop = self._text.add(piece, may_stop=may_stop)
         self._complete = stop is not None
@@ -118,11 +124,11 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """Whether nothing more will come."""
-        return all(request.finish_reason is not None for request in self.requests)
+        return not any(request.live for request in self.requests)
 
-    def news(self) -> Iterator[SequenceText]:
+    def news(self) -> list[SequenceText]:
         """The answers that have something which was not turned to text yet."""
-        return (text for text in self.texts if text.has_news)
+        return [text for text in self.texts if text.has_news]
 
     def read_new_tokens(self) -> None:
         """Complete all texts, at the end."""

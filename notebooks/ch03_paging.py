@@ -108,11 +108,12 @@ num_slots = budget // bytes_per_token(model)
 need = sum(len(r.token_ids) + r.max_tokens - 1 for r in requests)
 print(f"{len(requests)} requests need {need:,} slots at their ends; the memory has {num_slots:,}")
 # %%
+as_written = {"attention": "reference", "enforce_eager": True}  # no kernels or weights of later chapters
 SCHEMES = {
     "contiguous-max": {"cache": "contiguous", "reservation": "max"},
     "contiguous-pow2": {"cache": "contiguous", "reservation": "pow2"},
     "contiguous-oracle": {"cache": "contiguous", "reservation": "oracle"},
-    "paged": {"cache": "paged", "block_size": 16, "sharing": False},
+    "paged": {"cache": "paged", "block_size": 16, "sharing": False, **as_written},
 }
 runs = {}
 for name, options in SCHEMES.items():
@@ -349,7 +350,7 @@ print("reshape makes a copy:", layer.reshape(-1).data_ptr() != layer.data_ptr())
 # %% [compare poison]
 few, expected = requests[:3], reference[:3]
 num_blocks = 3 * sum(num_blocks_for(len(r.token_ids) + r.max_tokens, 16) for r in few) // 4
-plain = {"sharing": False, "scheduler": "continuous"}  # paging, and nothing that later chapters add
+plain = {"sharing": False, "scheduler": "continuous", **as_written}  # paging, and nothing that comes later
 llm = LLM(
     model, tokenizer=tokenizer, block_size=16, num_blocks=num_blocks, max_model_len=max_model_len, **plain
 )

@@ -26,7 +26,7 @@ from minivllm.model.config import ModelConfig
 from minivllm.model.presets import PRESETS
 from minivllm.model.rope import rotary_table
 
-llm = LLM("smollm2-135m", cache="recompute", dtype="float32", device="cpu")
+llm = LLM("smollm2-135m", cache="recompute", dtype="float32", device="cpu", enforce_eager=True)
 tokenizer = llm.get_tokenizer()
 PROMPTS = ["The capital of France is", "The opposite of hot is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

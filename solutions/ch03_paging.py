@@ -22,7 +22,7 @@ from minivllm.memory.paged import num_blocks_for
 from minivllm.model.attention import causal_attention
 
 print(lab.about())
-plain = {"sharing": False, "scheduler": "continuous"}  # paging, and nothing that later chapters add
+plain = {"sharing": False, "scheduler": "continuous", "attention": "reference", "enforce_eager": True}
 llm = LLM("smollm2-135m", block_size=4, num_blocks=16, max_model_len=64, **plain)
 prompts = ["The capital of France is", "Water boils at", "One, two, three, four, five, six, seven,"]
 params = SamplingParams(temperature=0, max_tokens=5)

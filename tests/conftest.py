@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from minivllm.model import loader
 from minivllm.model.decoder import Decoder
 from minivllm.model.hub import ModelSource, resolve
 from minivllm.model.loader import load_model
@@ -34,6 +35,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(all_threads if alone and "smollm2" in request.fixturenames else 1)
     yield
     torch.set_num_threads(all_threads)
+
+
+@pytest.fixture(autouse=True)
+def float32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dtype="auto" is float32 on every CPU, so that tokens and figures are the same on each."""
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: False)
 
 
 @pytest.fixture(scope="session")

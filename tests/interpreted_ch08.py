@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from paged_cases import MISFITS, Case, check_far_apart, pool_of_nan, well_formed
 
 from minivllm import kernels
 from minivllm.errors import InvalidOption
@@ -22,73 +21,11 @@ from minivllm.kernels import (
     triton_naive,
     triton_tiled,
 )
-from minivllm.memory.paged import num_blocks_for, slot_mapping
-from minivllm.memory.paged_store import padded
 
 KERNELS = kernels.get("triton")
 STEPS = ["triton-naive", "triton-tiled", "triton-grouped"]
 EACH = pytest.mark.parametrize("name", ["triton", *STEPS])
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
-
-
-def pool_of_nan(num_blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A pool of two layers, every number of it NaN: [num_blocks, layers, 2, heads, block_size, dim]."""
-    return torch.full((num_blocks, 2, 2, heads, block_size, dim), float("nan"), dtype=dtype)
-
-
-@dataclass
-class Case:
-    """Sequences in a poisoned pool, and queries to them."""
-
-    k_cache: Tensor
-    v_cache: Tensor
-    q: Tensor
-    tables: list[list[int]]
-    lengths: list[int]
-    queries: list[int]
-
-    @classmethod
-    def make(
-        cls, block_size, group, dim, lengths, queries, dtype=torch.float32, kv_heads=2, shared=0, seed=0
-    ):
-        """Tables in shuffled order. The second sequence has `shared` full blocks of the first."""
-        generator = torch.Generator().manual_seed(seed)
-        counts = [num_blocks_for(n, block_size) for n in lengths]
-        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-        tables = [[order.pop() for _ in range(c)] for c in counts]
-        if shared:
-            tables[1][:shared] = tables[0][:shared]
-        pool = pool_of_nan(sum(counts) + 2, kv_heads, block_size, dim, dtype)
-        slots_first = torch.full((len(pool), block_size, kv_heads + 1, dim), float("nan"), dtype=dtype)
-        k_cache, v_cache = pool[:, 1, 0], slots_first.transpose(1, 2)[:, :kv_heads]  # strides of their own
-        for table, n in zip(tables, lengths, strict=True):
-            k, v = torch.randn(2, n, kv_heads, dim, generator=generator).to(dtype)
-            slots = torch.tensor(slot_mapping(table, block_size, 0, n), dtype=torch.int64)
-            reference.store_kv(k, v, k_cache, v_cache, slots)
-        wide = torch.randn(sum(queries), 2 * kv_heads * group + 1, dim, generator=generator).to(dtype)
-        return cls(k_cache, v_cache, wide[:, 1::2], tables, lengths, queries)  # strides of its own
-
-    def run(
-        self, module, out: Tensor | None = None, dtype: torch.dtype | None = None, hints: bool = False
-    ) -> Tensor:
-        starts = [0, *torch.tensor(self.queries).cumsum(0).tolist()]
-        tables = padded([[*table, 0, 0] for table in self.tables], torch.device("cpu"))
-        return module.paged_attention(
-            *(t if dtype is None else t.to(dtype) for t in (self.q, self.k_cache, self.v_cache)),
-            tables, torch.tensor(self.lengths, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32),
-            self.q.shape[-1] ** -0.5, out=out,
-            max_query_len=max(self.queries) if hints else None,
-            max_seq_len=max(self.lengths) if hints else None,
-        )  # fmt: skip
-
-    def check(self, name: str = "triton", hints: bool = False) -> Tensor:
-        """A kernel on these numbers against the reference in float64; returns what the kernel gave."""
-        tolerance, expected = TOLERANCE[self.q.dtype], self.run(reference, dtype=torch.float64)
-        got = self.run(kernels.get(name), hints=hints)
-        assert got.dtype == self.q.dtype
-        torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
-        return got
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 
 
 @DTYPES
@@ -287,21 +224,7 @@ def test_a_large_score_does_not_overflow_and_a_late_one_takes_over(name):
 
 @EACH
 def test_a_block_and_a_token_may_lie_beyond_two_to_the_31(name):
-    """As in the pool of a large model: block-major strides. Memory that nobody touches is never there."""
-    stride = 2**29 + 48
-    memory = torch.empty(4 * stride + 4096, dtype=torch.float16)
-    cache = memory.as_strided((5, 2, 4, 16), (stride, 64, 16, 1))
-    k, v = torch.randn(2, 6, 2, 16).half()
-    slots = torch.tensor([16, 17, 18, 19, 4, 5])  # blocks 4 and 1
-    values = memory[2048:].as_strided((5, 2, 4, 16), (stride, 64, 16, 1))
-    KERNELS.store_kv(k, v, cache, values, slots)
-    assert torch.equal(cache[4].transpose(0, 1), k[:4])
-    assert torch.equal(values[4].transpose(0, 1), v[:4])
-    q, out = (memory[n:].as_strided((3, 6, 16), (2**30 + 64, 16, 1)) for n in (1024, 3072))
-    q.copy_(torch.randn(3, 6, 16))
-    case = Case(cache, values, q, [[4, 1]], [6], [3])
-    got = case.run(kernels.get(name), out)
-    torch.testing.assert_close(got, case.run(reference), atol=2e-3, rtol=2e-3)
+    check_far_apart(name)
 
 
 @settings(max_examples=12)
@@ -333,7 +256,9 @@ def test_any_small_mixture_of_sequences_by_each_step(name, block_size, group, di
     Case.make(block_size, group, dim, lengths, queries, kv_heads=1, seed=seed).check(name)
 
 
-@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 @pytest.mark.parametrize("page", [(3, 2, 3, 5, 7), (2, 2, 4, 16, 16)], ids=["odd", "of one tile"])
 def test_blocks_are_copied_whole_and_nothing_else(page, dtype):
     """Within a pool and from one to another, of another length; what is not copied stays, NaN and all."""
@@ -355,35 +280,6 @@ def test_pools_whose_blocks_differ_are_refused():
     for other in (torch.zeros(4, 2, 5), torch.zeros(4, 2, 6).double(), torch.zeros(4, 6, 2).mT):
         with pytest.raises(InvalidOption, match=r"target.*one shape and dtype"):
             triton_copy.copy_blocks(pool, other, [(0, 1)])
-
-
-def well_formed(num_tokens: int = 3, heads: int = 4, dim: int = 16) -> dict[str, Tensor]:
-    cache = torch.zeros(5, 2, 4, dim)
-    return {
-        "q": torch.zeros(num_tokens, heads, dim),
-        "k_cache": cache,
-        "v_cache": cache,
-        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
-        "seq_lens": torch.ones(2, dtype=torch.int32),
-        "query_start": torch.tensor([0, 1, num_tokens], dtype=torch.int32),
-        "out": torch.zeros(num_tokens, heads, dim),
-    }
-
-
-MISFITS = {
-    "heads": {"q": torch.zeros(3, 5, 16), "out": torch.zeros(3, 5, 16)},
-    "head_dim": {"q": torch.zeros(3, 4, 8), "out": torch.zeros(3, 4, 8)},
-    "v_cache": {"v_cache": torch.zeros(5, 2, 8, 16)},
-    "out": {"out": torch.zeros(2, 4, 16)},
-    "query_start": {"query_start": torch.tensor([0, 3], dtype=torch.int32)},
-    "few tables": {"block_tables": torch.zeros(1, 2, dtype=torch.int32)},
-    "float tables": {"block_tables": torch.zeros(2, 2)},
-    "no sequence": {
-        "block_tables": torch.zeros(0, 2, dtype=torch.int32),
-        "seq_lens": torch.zeros(0, dtype=torch.int32),
-        "query_start": torch.zeros(1, dtype=torch.int32),
-    },
-}
 
 
 @pytest.mark.parametrize("name", ["triton", "triton-naive"])

@@ -20,11 +20,11 @@ def tokens(model, attention: str, **options) -> list[list[list[int]]]:
     return [[list(o.token_ids) for o in output.outputs] for output in llm.generate(PROMPTS, params)]
 
 
-def test_the_tokens_are_those_of_the_torch_path(monkeypatch):
+def test_the_tokens_are_those_of_the_reference(monkeypatch):
     """Chunks with history, decodes beside them, shared blocks that are copied, preemption."""
     model = load_model("random:tiny-qwen2", dtype="float32", device="cpu", seed=3)
     options = {"block_size": 5, "num_blocks": 19, "max_num_batched_tokens": 16, "max_num_seqs": 6}
-    expected = tokens(model, "torch", **options)
+    expected = tokens(model, "reference", **options)
     launches, launch = [], triton_attention.paged_attention_kernel
 
     class Counting:
@@ -45,6 +45,6 @@ def test_a_model_in_a_dtype_that_the_kernels_do_not_have_is_refused_at_the_door(
             LLM(model, tokenizer=ByteTokenizer(), attention=name)
 
 
-def test_the_default_stays_torch():
+def test_on_a_cpu_the_default_is_not_triton():
     model = load_model("random:tiny-llama", dtype="float32", device="cpu")
-    assert LLM(model, tokenizer=ByteTokenizer()).args.attention == "torch"
+    assert LLM(model, tokenizer=ByteTokenizer()).args.attention in ("c", "torch")

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 from minivllm.params import SamplingParams
 from minivllm.scheduling.continuous import ContinuousScheduler
 from minivllm.scheduling.plan import SchedulerOutput
@@ -18,7 +20,7 @@ def request(i: int, prompt_len: int, max_tokens: int, n: int = 1, **more) -> Req
     return Request(i, prompt, SamplingParams(n=n, temperature=1, seed=0, max_tokens=max_tokens), **more)
 
 
-def token_after(tokens: list[int], index: int) -> int:
+def token_after(tokens: Tokens[int], index: int) -> int:
     """A model: the next token depends on all before it, so that a lost or doubled one shows."""
     return hash((*tokens, index)) % 9973
 
@@ -58,6 +60,6 @@ def is_right(r: Request) -> bool:
         tokens = list(r.prompt_token_ids)
         for _ in range(r.max_tokens):
             tokens.append(token_after(tokens, sequence.index))
-        if sequence.token_ids != tokens:
+        if list(sequence.token_ids) != tokens:
             return False
     return True

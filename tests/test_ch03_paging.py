@@ -134,7 +134,7 @@ def pool_of_nan(
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_paged_attention_is_attention_whatever_stands_in_unused_slots(block_size, group):
     torch.manual_seed(block_size * group)
-    kv_heads, dim, kernel = 2, 10, kernels.get("torch")
+    kv_heads, dim, kernel = 2, 10, kernels.get("reference")
     lengths = [1, max(1, block_size - 1), block_size, block_size + 1, 3 * block_size, 37]
     queries = [1, 1, block_size, 2, 1, 9]
     queries = [min(q, n) for q, n in zip(queries, lengths, strict=True)]
@@ -159,7 +159,7 @@ def test_paged_attention_is_attention_whatever_stands_in_unused_slots(block_size
 
 
 def test_a_slot_of_minus_one_is_written_nowhere_and_a_length_of_zero_gives_zeros():
-    kernel = kernels.get("torch")
+    kernel = kernels.get("reference")
     k_cache, v_cache = pool_of_nan(2, 1, 2, 4)
     k = torch.arange(12, dtype=torch.float64).view(3, 1, 4)
     kernel.store_kv(k, -k, k_cache, v_cache, torch.tensor([2, -1, 1]))

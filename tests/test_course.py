@@ -301,7 +301,7 @@ def test_the_real_engine_runs_on_a_readers_own_code_and_is_itself_again_after(mo
         return looked_then_deleted(self, n)
 
     original = paged.slot_mapping, paged_store.slot_mapping, BlockPool.allocate
-    llm = LLM("random:tiny-llama", num_blocks=40)
+    llm = LLM("random:tiny-llama", num_blocks=40, sharing=False)  # as chapter 3 runs it
     params = SamplingParams(temperature=0, max_tokens=5)
     expected = llm.generate("abc", params)[0].outputs[0].token_ids
     with course.use("3.1", mine), course.use("3.2", pool(allocate)):

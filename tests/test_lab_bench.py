@@ -6,6 +6,7 @@ Nothing here looks at how long anything takes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -317,6 +318,7 @@ class ClockedEngine:
         self.added: dict[int, float] = {}
         self.sleeps: list[tuple[float, float]] = []
         self.looks = 0
+        self.begun: list[float] = []  # when each step began
         self.under_way: dict[int, tuple[int, list[float]]] = {}
 
     def clock(self) -> float:
@@ -338,7 +340,16 @@ class ClockedEngine:
     def has_unfinished_requests(self):
         return bool(self.under_way)
 
+    def abort(self, request_id):
+        if request_id not in self.under_way:
+            return None
+        _, times = self.under_way.pop(request_id)
+        metrics = RequestMetrics(arrival_time=self.now, token_times=list(times))
+        output = SimpleNamespace(token_ids=[7] * len(times))
+        return SimpleNamespace(outputs=[output], metrics=metrics, num_cached_tokens=request_id)
+
     def step(self):
+        self.begun.append(self.now)
         self.now += self.step_seconds
         outputs = []
         for request_id, (most, times) in list(self.under_way.items()):
@@ -385,6 +396,28 @@ def test_requests_are_added_when_due_and_the_wait_counts_from_then(dues, step_se
     looks = 2 + len(engine.sleeps) + 3 * len(dues)  # the start, each sleep, each step: no busy wait
     assert engine.looks <= looks
     assert list(engine.added) == sorted(range(len(dues)), key=lambda n: dues[n])
+
+
+@settings(deadline=None)
+@given(
+    dues=st.lists(st.integers(0, 400).map(lambda n: n / 100), min_size=1, max_size=8),
+    until=st.sampled_from([0.0, 0.5, 2.0, 9.0, 40.0]),
+)
+def test_when_the_time_is_up_no_step_begins_and_what_had_come_is_kept(dues, until):
+    requests = [WorkloadRequest((n,), None, 3 * n % 7 + 1, due) for n, due in enumerate(dues)]
+    prompts = [list(ids_of(r)) for r in requests]
+    engine: Any = ClockedEngine(0.7)
+    records = new_records(prompts, dues)
+    replay(engine, requests, prompts, records, quiet, engine.clock, engine.sleep, until)
+    assert not engine.under_way
+    assert all(begun - 1000 < until + 1e-3 for begun in engine.begun)
+    for number, record in enumerate(records):
+        seen = [b + 0.7 - 1000 for b in engine.begun if b >= engine.added.get(number, math.inf)]
+        expected = seen[: requests[number].max_tokens]  # a token in each step from then on
+        assert record.metrics.token_times == pytest.approx(expected, abs=1e-4)
+        assert record.token_ids == [7] * len(expected)
+    for begun, seconds in engine.sleeps:
+        assert begun + seconds - 1000 <= until + 1e-3
 
 
 def test_cached_tokens_are_those_of_each_request():

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from minivllm import LLM, BeamSearchParams, SamplingParams, engine_parts
-from minivllm.engine_args import EngineArgs, _can_record
+from minivllm.engine_args import EngineArgs, _has_faster
 from minivllm.errors import InvalidOption, OutOfMemory
 from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.paged_store import PagedStore
 from minivllm.model.decoder import Decoder
 from minivllm.model.graphs import DecodeGraphs
 from minivllm.model.loader import load_model
+from minivllm.model.packed import PackedDecoder, can_pack
 from minivllm.model.tokenizer import ByteTokenizer
 
 PROMPTS = [[5] * 3, list(range(40, 59)), [7, 8, 9, 10, 11], list(range(40, 71)), [*range(40, 52), 3]]
@@ -80,12 +81,14 @@ def test_graphs_on_and_off_give_the_same_tokens(options):
     assert (num_preemptions > 0) == (options["num_blocks"] < 20)
 
 
-def test_on_a_cpu_nothing_is_recorded_and_enforce_eager_is_no_fault():
-    model = load_model("random:tiny-llama", dtype="float32", device="cpu")
-    for enforce_eager in (False, True):
-        llm = LLM(model, tokenizer=ByteTokenizer(), enforce_eager=enforce_eager)
-        assert llm.engine.forward is None
-        assert llm.args.enforce_eager is True, "what runs, not what was asked for"
+def test_on_a_cpu_nothing_is_recorded_and_what_cannot_be_packed_runs_as_it_is():
+    for dtype, packs in (("float32", can_pack(torch.float32, torch.device("cpu"))), ("float64", False)):
+        model = load_model("random:tiny-llama", dtype=dtype, device="cpu")
+        for enforce_eager in (True, False):
+            llm = LLM(model, tokenizer=ByteTokenizer(), enforce_eager=enforce_eager)
+            eager = enforce_eager or not packs
+            assert llm.args.enforce_eager is eager, "what runs, not what was asked for"
+            assert llm.engine.forward is None if eager else isinstance(llm.engine.forward, PackedDecoder)
     for wrong in (None, 1, "no"):
         with pytest.raises(InvalidOption, match=f"enforce_eager={wrong!r}"):
             LLM(model, tokenizer=ByteTokenizer(), enforce_eager=wrong)  # type: ignore[arg-type]
@@ -104,10 +107,10 @@ def test_a_device_without_room_for_recordings_is_told_so(monkeypatch):
     args = EngineArgs(block_size=16, max_model_len=64, max_num_seqs=9)
     object.__setattr__(args, "attention", "triton")  # as it is resolved there
     for attention, eager in (("torch", True), (None, True), ("triton", False), ("triton-naive", False)):
-        assert _can_record(model, attention) is not eager
-    assert engine_parts._graphs(model, store, replace_(args, enforce_eager=True)) is None
+        assert _has_faster(model, attention) is not eager
+    assert engine_parts._forward(model, store, replace_(args, enforce_eager=True), True) is None
     with pytest.raises(OutOfMemory, match=r"decode steps of 9 sequences.*enforce_eager=True"):
-        engine_parts._graphs(model, store, args)
+        engine_parts._forward(model, store, args, True)
 
 
 def replace_(args: EngineArgs, **changes: Any) -> EngineArgs:

@@ -29,6 +29,7 @@ TORCH_FREE = [
     "memory.contiguous",
     "memory.blocks",
     "memory.paged",
+    "memory.table_rows",
     "memory.swap",
     "memory.sharing",
     "memory.prefix_cache",

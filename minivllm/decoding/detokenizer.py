@@ -3,13 +3,15 @@
 A token need not be a whole character: an emoji may take three tokens, and until the last of them the
 text ends in a replacement character. So text is held back until it is whole. Nor does a token always
 have the same text: some tokenizers drop a leading space at the start of a text. So each new token is
-decoded behind the few before it, and only what it adds is given out.
+decoded behind a few before it, and only what it adds is given out. How few is a matter of time alone: to
+begin at a later token costs a decode, and so does every token that is decoded again.
 """
 
 from __future__ import annotations
 
 from minivllm.model.tokenizer import Tokenizer
 
+_MOST_AGAIN = 8  # tokens
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -21,6 +23,7 @@ class Detokenizer:
         self._tokens: list[int] = []
         self._context = 0  # tokens from here to _done are decoded again, for the new ones to stand behind
         self._done = 0  # tokens before this one have been given out
+        self._num_given = 0  # characters that the tokens from _context to _done have given
 
     def add(self, token: int) -> str:
         """The text that became certain with this token; often its own, sometimes none."""
@@ -33,10 +36,12 @@ class Detokenizer:
         return self._give_out(self._pending())
 
     def _pending(self) -> str:
-        before = self._tokenizer.decode(self._tokens[self._context : self._done])
-        return self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
+        return self._tokenizer.decode(self._tokens[self._context :])[self._num_given :]
 
     def _give_out(self, piece: str) -> str:
         if piece:
-            self._context, self._done = self._done, len(self._tokens)
+            begin, self._done = self._done, len(self._tokens)
+            self._num_given += len(piece)
+            if self._done - self._context > _MOST_AGAIN:
+                self._context, self._num_given = begin, len(self._tokenizer.decode(self._tokens[begin:]))
         return piece

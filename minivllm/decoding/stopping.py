@@ -24,11 +24,11 @@ def finish_reason(
     output_token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int
 ) -> str | None:
     """Why the sequence ends with the last of these tokens: "stop", "length", or None when it goes on."""
-    if len(output_token_ids) > params.min_tokens and output_token_ids[-1] in stop_token_ids(
-        params, eos_token_ids
-    ):
+    last, length = output_token_ids[-1], len(output_token_ids)
+    stops = last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)
+    if stops and length > params.min_tokens:
         return "stop"
-    return "length" if len(output_token_ids) >= max_tokens else None
+    return "length" if length >= max_tokens else None
 
 
 def longest_beginning(text: str, stop: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from minivllm.kernels import MODULES
 from minivllm.lab.ahead_of_time import Compiled, compile_launches
 
 MOVES = {"store_kv": "triton_store", "copy_blocks": "triton_copy"}  # kernels that only move numbers
-KERNELS = (*MOVES, *(name for name in MODULES if name != "torch"))
+KERNELS = (*MOVES, *(name for name in MODULES if name.startswith("triton")))
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 KV_HEADS = 4
 

@@ -39,7 +39,7 @@ from minivllm.scheduling.request_memory import RequestMemory
 
 MAX_MODEL_LEN = 2048
 MAX_NUM_BATCHED_TOKENS = 48  # of the chunked rung: a long prompt takes three or four steps
-_PAGED = {"cache": "paged", "attention": "torch", "enforce_eager": True}
+_PAGED = {"cache": "paged", "attention": "reference", "enforce_eager": True}
 _STATIC = {**_PAGED, "scheduler": "static"}
 _PREFIX = {**_PAGED, "sharing": True, "prefix_cache": "hash"}
 _CHUNKED = {**_PREFIX, "scheduler": "chunked", "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}

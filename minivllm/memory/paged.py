@@ -10,7 +10,7 @@ i stands in block table[i // block_size] at offset i % block_size:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minivllm.errors import OutOfBlocks
@@ -46,13 +46,15 @@ class PagedSnapshot(Snapshot):
 class PagedManager:
     """Gives each sequence the blocks that its tokens need, and no more.
 
+    pool: where the blocks come from; None: a pool of num_blocks.
+
     Invariant: sequence i has num_blocks_for(its tokens) blocks, and no block is in two tables.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, bytes_per_token: int):
+    def __init__(self, num_blocks: int, block_size: int, bytes_per_token: int, pool: BlockPool | None = None):
         self.block_size = block_size
         self.bytes_per_token = bytes_per_token
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks) if pool is None else pool
         self._tables: dict[int, list[int]] = {}
         self._num_tokens: dict[int, int] = {}
 
@@ -86,6 +88,16 @@ class PagedManager:
         """Give back a sequence's blocks, the last first; an unknown id does nothing."""
         self.pool.free(self._tables.pop(seq_id, [])[::-1])
         self._num_tokens.pop(seq_id, None)
+
+    @property
+    def tables(self) -> Mapping[int, Sequence[int]]:
+        """The block tables themselves, by sequence id: not copies, so they are to be read only.
+
+        A table is the same list as long as its sequence keeps its memory. `allocate` changes it from the
+        block of the first new token on: it grows at its end, and where others read that block too (chapter
+        4) another takes its place.
+        """
+        return self._tables
 
     def block_table(self, seq_id: int) -> list[int]:
         """A sequence's blocks in the order of its tokens (a copy)."""

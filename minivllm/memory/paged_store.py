@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class PagedStore:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        attention: str = "torch",
+        attention: str = "reference",
     ):
         shape = (
             num_blocks,
@@ -77,17 +78,29 @@ class PagedStore:
             config.head_dim,
         )
         self.kv = torch.empty(shape, dtype=dtype, device=device)
+        self._caches = [(self.kv[:, layer, 0], self.kv[:, layer, 1]) for layer in range(shape[1])]  # views
         self._kernels = kernels.get(attention)
+        self._plan: tuple[Batch | None, dict[str, Any]] = None, {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Write the new keys and values into their slots, then attend through the block tables."""
         if not isinstance(batch, PagedBatch):
             raise TypeError("Paged memory needs a PagedBatch: PagedBatch.place(batch, manager).")
-        k_cache, v_cache = self.kv[:, layer, 0], self.kv[:, layer, 1]
-        self._kernels.store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+        if layer == 0 or self._plan[0] is not batch:
+            self._plan = batch, self._prepare(batch)
+        plan = self._plan[1]
+        k_cache, v_cache = self._caches[layer]
+        self._kernels.store_kv(k, v, k_cache, v_cache, batch.slot_mapping, **plan)
         scale = q.shape[-1] ** -0.5
         tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_start
-        return self._kernels.paged_attention(q, k_cache, v_cache, tables, lengths, starts, scale)
+        return self._kernels.paged_attention(q, k_cache, v_cache, tables, lengths, starts, scale, **plan)
+
+    def _prepare(self, batch: PagedBatch) -> dict[str, Any]:
+        """What kernels can work out once for all layers of a step, as an argument for them; {} for others."""
+        if not hasattr(self._kernels, "prepare"):
+            return {}
+        tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_start
+        return {"plan": self._kernels.prepare(tables, lengths, starts, self.kv.shape[4])}
 
     def free(self, seq_id: int) -> None:
         """The pool stays as it is; the manager gives the blocks back."""

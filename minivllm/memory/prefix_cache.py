@@ -45,10 +45,11 @@ class PrefixCachingManager(SharingManager):
     pool: CachingBlockPool
 
     def __init__(self, num_blocks: int, block_size: int, bytes_per_token: int, index: str = "hash"):
-        super().__init__(num_blocks, block_size, bytes_per_token)
         if index not in INDEXES:
             raise InvalidOption(f'prefix_cache is {index!r}; it can be "hash" or "radix".')
-        self.pool = CachingBlockPool(num_blocks, INDEXES[index]())
+        super().__init__(
+            num_blocks, block_size, bytes_per_token, CachingBlockPool(num_blocks, INDEXES[index]())
+        )
         self.stats = PrefixCacheStats()
         self._keys: dict[int, list[Any]] = {}  # a waiting sequence is asked for often, and hashed once
         self._num_registered: dict[int, int] = {}

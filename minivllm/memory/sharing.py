@@ -60,9 +60,15 @@ class SharingManager(PagedManager):
 
     pool: RefCountedBlockPool
 
-    def __init__(self, num_blocks: int, block_size: int, bytes_per_token: int):
-        super().__init__(num_blocks, block_size, bytes_per_token)
-        self.pool = RefCountedBlockPool(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        bytes_per_token: int,
+        pool: RefCountedBlockPool | None = None,
+    ):
+        pool = RefCountedBlockPool(num_blocks) if pool is None else pool
+        super().__init__(num_blocks, block_size, bytes_per_token, pool)
         self.num_copies = 0
         self.promised: dict[int, int] = {}
         self._copies: dict[int, int] = {}  # copies to make: block written -> block read
@@ -121,19 +127,10 @@ class SharingManager(PagedManager):
 
     def allocate(self, seq_id: int, n: int) -> None:
         """Let a sequence have n tokens in all and write those that are new. Raises OutOfBlocks."""
-        missing = self.num_missing_blocks(seq_id, n)
-        if missing > self.num_free_blocks:
-            raise OutOfBlocks(
-                f"Sequence {seq_id} needs {missing} more blocks of {self.block_size} for {n} tokens; "
-                f"{self.num_free_blocks} of {self.pool.num_blocks} are free. Free a sequence first."
-            )
-        new = self.pool.allocate(missing)
-        table = self._tables.setdefault(seq_id, [])
-        if self._must_copy(seq_id, n):
-            self._copies[new[0]] = table[-1]  # the source's count stays: the copy reads it now
-            table[-1] = new.pop(0)
-            self.num_copies += 1
-        table.extend(new)
+        must_copy = self._must_copy(seq_id, n)
+        missing = super().num_missing_blocks(seq_id, n) + must_copy
+        if missing > 0:
+            self._take_blocks(seq_id, n, missing, must_copy)
         self._num_tokens[seq_id] = max(n, self._num_tokens.get(seq_id, 0))
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -159,7 +156,7 @@ class SharingManager(PagedManager):
     def num_blocks(self, seq_ids: Iterable[int]) -> tuple[int, int]:
         """Blocks that sequences have together, and that they would have if none were shared."""
         tables = [self._tables.get(seq_id, []) for seq_id in seq_ids]
-        return len({block for table in tables for block in table}), sum(map(len, tables))
+        return len(set().union(*tables)), sum(map(len, tables))
 
     def snapshot(self) -> SharedSnapshot:
         """Every sequence, in the order in which they came."""
@@ -174,14 +171,29 @@ class SharingManager(PagedManager):
             assert len(table) == num_blocks_for(self._num_tokens[seq_id], self.block_size)
         assert self.num_free_blocks >= 0, "more is promised than is free"
 
+    def _take_blocks(self, seq_id: int, n: int, missing: int, must_copy: bool) -> None:
+        if missing > self.num_free_blocks:
+            raise OutOfBlocks(
+                f"Sequence {seq_id} needs {missing} more blocks of {self.block_size} for {n} tokens; "
+                f"{self.num_free_blocks} of {self.pool.num_blocks} are free. Free a sequence first."
+            )
+        new = self.pool.allocate(missing)
+        table = self._tables.setdefault(seq_id, [])
+        if must_copy:
+            self._copies[new[0]] = table[-1]  # the source's count stays: the copy reads it now
+            table[-1] = new.pop(0)
+            self.num_copies += 1
+        table.extend(new)
+
     def _must_copy(self, seq_id: int, n: int) -> bool:
         """Whether the first new token goes into a block that another sequence has too."""
         num_tokens = self._num_tokens.get(seq_id, 0)
         if n <= num_tokens or num_tokens % self.block_size == 0:
             return False
         block = self._tables[seq_id][-1]
-        being_copied = list(self._copies.values()).count(block)
-        return self.pool.ref_count[block] - being_copied > 1
+        if (count := self.pool.ref_count[block]) == 1:
+            return False
+        return count - list(self._copies.values()).count(block) > 1  # less those that only copy it
 
     def _cancel_copy(self, table: list[int]) -> None:
         """Where the copy into one of these blocks was not made yet, the table has the source again."""

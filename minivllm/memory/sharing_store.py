@@ -21,7 +21,7 @@ class SharingStore(PagedStore):
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        attention: str = "torch",
+        attention: str = "reference",
     ):
         super().__init__(config, num_blocks, block_size, dtype, device, attention)
         self._copy = kernels.get_copy(attention)

@@ -25,7 +25,7 @@ class SwapStore(SharingStore):
         block_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        attention: str = "torch",
+        attention: str = "reference",
         num_cpu_blocks: int = 0,
     ):
         super().__init__(config, num_blocks, block_size, dtype, device, attention)

@@ -27,9 +27,9 @@ def load_model(
 ) -> Decoder:
     """The decoder of a model: "smollm2-135m", a hub id, a folder, a .gguf file, or "random:<preset>".
 
-    dtype: "float32", "float64", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's
-    own elsewhere. device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one. seed: for
-    "random:<preset>" alone.
+    dtype: "float32", "float64", "bfloat16", "float16"; "auto" is the checkpoint's own, but
+    float32 on a CPU that has no instructions for bfloat16. device: "cpu", "cuda", "cuda:1"; "auto" is CUDA
+    where there is one. seed: for "random:<preset>" alone.
 
     Raises ModelNotFound, InvalidModel (of which InvalidModelFile and WeightMismatch are kinds) and
     InvalidOption.
@@ -73,12 +73,20 @@ def check_dtype(dtype: str) -> None:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. Half precision is slow on most CPUs, so "auto" avoids it there."""
+    """The dtype to compute in. Most CPUs only imitate 16-bit numbers, slowly, so "auto" avoids them there."""
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device.type == "cpu" or config.dtype not in DTYPES:
+    if config.dtype not in DTYPES:
+        return torch.float32
+    if device.type == "cpu" and not (config.dtype == "bfloat16" and multiplies_bfloat16()):
         return torch.float32
     return getattr(torch, config.dtype)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16: AVX-512 bf16 or AMX."""
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -48,9 +48,7 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Bytes read as UTF-8; ids above 255, and bytes that are no text, show as a replacement character."""
-        return b"".join(bytes([i]) if i < 256 else b"\xff" for i in token_ids).decode(
-            "utf-8", errors="replace"
-        )
+        return bytes([min(i, 255) for i in token_ids]).decode("utf-8", errors="replace")  # no text has a 255
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """One line a message, as `role: content`."""

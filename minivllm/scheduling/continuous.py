@@ -116,8 +116,9 @@ class ContinuousScheduler:
             if request.status is Status.FINISHED:
                 continue  # aborted since the step was planned
             computed = sequence.num_computed_tokens
-            again = min(sequence.num_recomputed_to, computed + num_new) - computed
-            self.memory.counters.num_recomputed_tokens += max(0, again)
+            if sequence.num_recomputed_to > computed:
+                again = min(sequence.num_recomputed_to - computed, num_new)
+                self.memory.counters.num_recomputed_tokens += again
             sequence.num_computed_tokens += num_new
             sampled.setdefault(request, []).extend(samples)
         for request, sequences in sampled.items():
@@ -203,10 +204,9 @@ class ContinuousScheduler:
             request = self.waiting[0]
             num_seqs += request.num_seqs
             limit = self._limit(request, output)
-            if num_seqs > self.max_num_seqs or limit < 1 or not self._may_admit(request):
+            if num_seqs > self.max_num_seqs or limit < 1 or not self._take_in(request):
                 break
             self.waiting.popleft()
-            self.memory.admit(request)
             request.status = Status.RUNNING
             self.running.append(request)
             parts = self._parts(request, limit)
@@ -216,8 +216,8 @@ class ContinuousScheduler:
 
     def _parts(self, request: Request, limit: int) -> list[tuple[Sequence, int]]:
         """How many tokens each sequence of a request computes in this step, at most `limit` in all."""
-        missing = [(s, request.target(s) - s.num_computed_tokens) for s in request.holders]
-        if sum(n for _, n in missing) <= limit:
+        missing = request.missing()
+        if sum([n for _, n in missing]) <= limit:
             return missing
         parts = []
         for sequence, n in missing:
@@ -248,6 +248,7 @@ class ContinuousScheduler:
                 return False
         return True
 
-    def _may_admit(self, request: Request) -> bool:
+    def _take_in(self, request: Request) -> bool:
+        """Take memory for a waiting request; False where there is too little."""
         spare = self.watermark if self.running else 0  # alone, a request may have everything
-        return self.memory.can_admit(request, spare)
+        return self.memory.admit(request, spare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class ScheduledSequence(NamedTuple):
     num_new_tokens: int
     samples: tuple[Sequence, ...]
 
-    def new_token_ids(self) -> list[int]:
+    def new_token_ids(self) -> array[int]:
         """The tokens to compute."""
         start = self.sequence.num_computed_tokens
         return self.sequence.token_ids[start : start + self.num_new_tokens]
@@ -43,7 +44,7 @@ class SchedulerOutput:
         """A request takes part. Those of its sequences that lack nothing afterwards get their next token."""
         for sequence, num_new in parts:
             samples: tuple[Sequence, ...] = ()
-            if sequence.num_computed_tokens + num_new == sequence.num_tokens:
+            if sequence.num_computed_tokens + num_new == len(sequence.token_ids):
                 samples = tuple(request.live) if request.samples_together else (sequence,)
             self.scheduled.append(ScheduledSequence(request, sequence, num_new, samples))
             self.num_tokens += num_new

@@ -9,9 +9,11 @@ all; then the others are forked from it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from enum import Enum
+from functools import cached_property
 from random import Random
 
 from minivllm.decoding.beams import BeamSearch
@@ -81,7 +83,7 @@ class Request:
         self.live = list(self.sequences)
         self.forked = self.width == 1
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Most sequences that it has at once."""
         if isinstance(self.params, BeamSearchParams):
@@ -103,7 +105,7 @@ class Request:
         """Sequences that go on, or that will once they are forked."""
         return self.width if self.search is not None else len(self.live)
 
-    @property
+    @cached_property  # it stays, and is asked for with every token
     def max_tokens(self) -> int:
         """Most tokens that a sequence may generate."""
         if self.max_model_len is None:
@@ -148,6 +150,12 @@ class Request:
     def target(self, sequence: Sequence) -> int:
         """Tokens that a sequence computes before its next token, or the fork, can come."""
         return sequence.num_tokens if self.forked else self.num_common_tokens
+
+    def missing(self) -> list[tuple[Sequence, int]]:
+        """The sequences that hold memory while it runs, and how many tokens each has to compute."""
+        if not self.forked:
+            return [(self.first, self.num_common_tokens - self.first.num_computed_tokens)]
+        return [(s, len(s.token_ids) - s.num_computed_tokens) for s in self.live]
 
     @property
     def samples_together(self) -> bool:
@@ -221,14 +229,14 @@ class Request:
         self._num_sequences += 1
         k = self._num_sequences - 1
         prompt = self.prompt_token_ids
-        return Sequence(self.request_id + k * 2**32, k, list(prompt), len(prompt), generator)
+        return Sequence(self.request_id + k * 2**32, k, array("q", prompt), len(prompt), generator)
 
 
 def _generator(seed: int | None, index: int) -> Random:
     return Random() if seed is None else Random(seed + index)
 
 
-def _common(sequences: Tokens[list[int]]) -> int:
+def _common(sequences: Tokens[array[int]]) -> int:
     """Tokens with which all of these begin."""
     shortest, longest = min(sequences), max(sequences)  # what these two share, all between them share
     pairs = zip(shortest, longest, strict=False)

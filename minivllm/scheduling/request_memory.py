@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Parts
 from dataclasses import dataclass
 
+from minivllm.errors import OutOfMemory
 from minivllm.memory.manager import KVManager
 from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.prefix_cache import PrefixCachingManager
@@ -52,45 +53,45 @@ class RequestMemory:
             return self.manager.fits_ever(request.longest)
         return self.sharing.fits_ever(request.longest, request.width, len(request.prompt_token_ids))
 
-    def can_admit(self, request: Request, spare: int) -> bool:
-        """Whether a waiting request's tokens fit now, with `spare` slots left free."""
+    def admit(self, request: Request, spare: int) -> bool:
+        """Take memory for a waiting request, if its tokens fit with `spare` slots left free; else False. What
+        is in memory already counts as computed."""
         if self._is_swapped(request):
-            return self._can_swap_in(request, spare)
+            return self._swap_in(request, spare)
         first, n = request.first, request.target(request.first)
         room = n + spare + self._slots_to_fork(request)
         if self.prefixes is not None:
-            return self.prefixes.can_begin(first.seq_id, room, self._hits(request, first, n))
-        return self.manager.can_allocate(first.seq_id, room)
-
-    def admit(self, request: Request) -> None:
-        """Take memory for a waiting request; what is in memory already counts as computed."""
-        if self._is_swapped(request):
-            self._swap_in(request)
-            return
-        first, n = request.first, request.target(request.first)
-        if self.prefixes is not None:
             hits = self._hits(request, first, n)
+            if not self.prefixes.can_begin(first.seq_id, room, hits):
+                return False
             self.prefixes.begin(first.seq_id, n, hits)
             first.num_computed_tokens = len(hits) * self.prefixes.block_size
             if not request.has_begun:  # after a preemption or a failed step it finds its own blocks
                 self.prefixes.stats.record(n, len(hits), self.prefixes.block_size)
                 request.num_cached_tokens = first.num_computed_tokens
                 request.has_begun = True
-        else:
+        elif self.manager.can_allocate(first.seq_id, room):
             self.manager.allocate(first.seq_id, n)
+        else:
+            return False
         self.promise(request)
+        return True
 
     def grow(self, request: Request, parts: Parts[tuple[Sequence, int]]) -> bool:
         """Let sequences of a request have so many more tokens; False where memory is full. What was taken
         before it was full stays taken, so call again, or release."""
-        copies = 0 if self.sharing is None else self.sharing.num_copies
+        group = self.sharing if request.width > 1 else None
+        before = None if group is None else (group.num_copies, group.pool.num_free_blocks)
         for sequence, num_new in parts:
             n = sequence.num_computed_tokens + num_new
-            if not self.manager.can_allocate(sequence.seq_id, n):
+            try:
+                self.manager.allocate(sequence.seq_id, n)
+            except OutOfMemory:
                 return False
-            self.manager.allocate(sequence.seq_id, n)
-        if self.sharing is not None and request.width > 1:
-            self._report(request, self.sharing.num_copies - copies)
+        if group is not None and before is not None:
+            copies, free = before
+            if group.pool.num_free_blocks < free or request.sharing is None:  # or there is nothing new to say
+                self._report(request, group.num_copies - copies)
         return True
 
     def computed(self, request: Request) -> None:
@@ -148,14 +149,16 @@ class RequestMemory:
     def _is_swapped(self, request: Request) -> bool:
         return self.swap_space is not None and self.swap_space.has(request.first.seq_id)
 
-    def _can_swap_in(self, request: Request, spare: int) -> bool:
+    def _swap_in(self, request: Request, spare: int) -> bool:
         assert self.swap_space is not None
         assert self.sharing is not None
-        block_size = self.sharing.block_size
-        more = num_blocks_for(spare, block_size) + self._slots_to_fork(request) // block_size
-        return self.swap_space.can_swap_in(
-            self.sharing, self._ids(request), self._all_hits(request), more + self._growth(request)
-        )
+        block_size, ids, hits = self.sharing.block_size, self._ids(request), self._all_hits(request)
+        more = num_blocks_for(spare + self._slots_to_fork(request), block_size) + self._growth(request)
+        if not self.swap_space.can_swap_in(self.sharing, ids, hits, more):
+            return False
+        self.swap_space.swap_in(self.sharing, ids, hits)
+        self.promise(request)
+        return True
 
     def _growth(self, request: Request) -> int:
         """Blocks that a request which was swapped out needs beside them to compute what it lacks."""
@@ -169,12 +172,6 @@ class RequestMemory:
                 needed += last in last_blocks
                 last_blocks.add(last)
         return needed
-
-    def _swap_in(self, request: Request) -> None:
-        assert self.swap_space is not None
-        assert self.sharing is not None
-        self.swap_space.swap_in(self.sharing, self._ids(request), self._all_hits(request))
-        self.promise(request)
 
     def _ids(self, request: Request) -> list[int]:
         return [sequence.seq_id for sequence in request.holders]

@@ -7,6 +7,7 @@ catches up with the tokens there are.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from random import Random
 
@@ -17,6 +18,7 @@ from minivllm.outputs import Logprob
 class Sequence:
     """One answer: the prompt, what has been generated, and how much of both is computed.
 
+    token_ids: prompt and output so far; an array, so that a part of them is one copy of bytes.
     index: which of the request's answers it is. generator: its own source of chance, so that its neighbours
     do not matter. finish_reason: "stop" after a token or string that stops, "length", "abort"; None before.
     num_recomputed_to: it had so many tokens in memory when it last lost them.
@@ -24,7 +26,7 @@ class Sequence:
 
     seq_id: int
     index: int
-    token_ids: list[int]
+    token_ids: array[int]
     num_prompt_tokens: int
     generator: Random
     output_token_ids: list[int] = field(default_factory=list)
@@ -33,14 +35,22 @@ class Sequence:
     num_recomputed_to: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    _number: float | None = None  # drawn for its next token
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output so far."""
         return len(self.token_ids)
 
+    def random(self) -> float:
+        """Its random number for its next token; until it takes one the same, however often a step fails."""
+        if self._number is None:
+            self._number = self.generator.random()
+        return self._number
+
     def append(self, token: int) -> None:
         """Take a generated token."""
+        self._number = None
         self.token_ids.append(token)
         self.output_token_ids.append(token)
 
@@ -49,7 +59,7 @@ class Sequence:
         return Sequence(
             seq_id,
             self.index,
-            list(self.token_ids),
+            self.token_ids[:],
             self.num_prompt_tokens,
             self.generator,
             list(self.output_token_ids),

@@ -21,5 +21,5 @@ class StaticScheduler(ContinuousScheduler):
         self._open = not self.running  # a new batch begins when the one before has ended
         super()._plan(output)
 
-    def _may_admit(self, request: Request) -> bool:
-        return self._open and super()._may_admit(request)
+    def _take_in(self, request: Request) -> bool:
+        return self._open and super()._take_in(request)

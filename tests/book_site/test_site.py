@@ -43,7 +43,8 @@ def target(site: Path, link: str) -> str:
 
 def test_only_the_books_pages_become_pages(site):
     chapters = {"book/ch02_sample.html", "book/ch03_sample.html", "notebooks/ch03_sample.html"}
-    frame = {f"book/{name}.html" for name in ("index", "interview", "glossary", "references", "more")}
+    names = ("index", "interview", "glossary", "references", "performance", "more")
+    frame = {f"book/{name}.html" for name in names}
     assert set(pages(site)) == chapters | frame | {"index.html", "genindex.html", "search.html"}
 
 
@@ -83,6 +84,7 @@ def test_the_side_bar_has_every_page_in_order(site):
         "book/glossary.html",
         "book/references.html",
         "book/more.html",
+        "book/performance.html",
         "#",
     ]
 

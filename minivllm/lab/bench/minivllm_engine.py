@@ -6,6 +6,7 @@ late must not hide that.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from minivllm.params import SamplingParams
 if TYPE_CHECKING:
     from minivllm.llm import LLM
     from minivllm.llm_engine import LLMEngine
+    from minivllm.outputs import RequestOutput
 
 ENGINE = "minivllm"
 WARMUP_TOKENS = 4
@@ -71,11 +73,13 @@ def replay(
     report: Report,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    until: float = math.inf,
 ) -> None:
     """Add each request before the first step that begins when it is due or later, step until all have ended,
     and fill the records. Where nothing runs, sleep until the next is due. clock: the engine's own, seconds.
 
-    Raises what `add_request` raises, with the request's number.
+    until: no step begins after so many seconds; what has not ended by then is aborted, and its record has
+    what had come. Raises what `add_request` raises, with the request's number.
     """
     due = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
     number_of: dict[int, int] = {}
@@ -83,6 +87,11 @@ def replay(
     start = clock()
     while due or llm.has_unfinished_requests():
         now = clock() - start
+        if now >= until:
+            for request_id, number in number_of.items():
+                if (left := llm.abort(request_id)) is not None:
+                    _fill(records[number], left, start)
+            return
         while due and requests[due[0]].arrival <= now:
             number = due.popleft()
             try:
@@ -92,16 +101,22 @@ def replay(
                 raise type(error)(f"Request {number + 1} of the workload: {error}") from error
             number_of[request_id] = number
         if not llm.has_unfinished_requests():
-            sleep(requests[due[0]].arrival - now)
+            sleep(min(requests[due[0]].arrival, until) - now)
             continue
         for output in llm.step():
             record = records[number_of[output.request_id]]
             done += len(output.outputs[0].token_ids) - len(record.token_ids)
             record.token_ids = list(output.outputs[0].token_ids)
             if output.finished:
-                record.metrics.token_times = [at - start for at in output.metrics.token_times]
-                record.num_cached_tokens = output.num_cached_tokens
+                _fill(record, output, start)
         report(done, total)
+
+
+def _fill(record: RequestRecord, output: RequestOutput, start: float) -> None:
+    """What is known of a request in the end, its times counted from the start of the run."""
+    record.token_ids = list(output.outputs[0].token_ids)
+    record.metrics.token_times = [at - start for at in output.metrics.token_times]
+    record.num_cached_tokens = output.num_cached_tokens
 
 
 def _warm_up(llm: LLM, prompt: list[int], max_tokens: int) -> None:

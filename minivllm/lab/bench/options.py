@@ -49,7 +49,7 @@ class BenchOptions:
     device: str = "auto"
     cache: str | None = _option(str, "KV memory: recompute, naive, contiguous or paged.")
     scheduler: str | None = _option(str, "static, continuous or chunked.")
-    attention: str | None = _option(str, "Kernels of paged attention: torch, triton, triton-naive, ...")
+    attention: str | None = _option(str, "How to attend: reference, torch, c, triton, triton-naive, ...")
     kv_cache_memory_bytes: int | None = _option(int, "Memory for keys and values.")
     block_size: int | None = _option(int, "Tokens in a block.")
     num_blocks: int | None = _option(int, "Blocks, instead of a number of bytes.")

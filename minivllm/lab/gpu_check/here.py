@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import minivllm
-from minivllm import kernels
 from minivllm.errors import InvalidOption
+from minivllm.kernels import MODULES
 from minivllm.lab.bench.result import device_name
 
 Row: TypeAlias = dict[str, Any]
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 FLUSH = 2**31  # bytes that are read before each timed run
 MOST_WORKERS = 8
+KERNELS = [name for name in MODULES if name not in ("reference", "c")]  # the latter is for a CPU
 NEEDS = "needs a GPU or the interpreter"
 
 
@@ -66,8 +67,8 @@ class Here:
         return full if self.gpu else small
 
     def names(self) -> list[str]:
-        """The names of `kernels.MODULES` that can run here."""
-        return [name for name in kernels.MODULES if self.triton or not name.startswith("triton")]
+        """The names of KERNELS that can run here."""
+        return [name for name in KERNELS if self.triton or not name.startswith("triton")]
 
     def dtypes(self, name: str) -> list[str]:
         """The dtypes in which the kernels of this name are checked. The interpreter is slow, so there the
@@ -78,7 +79,7 @@ class Here:
 
     def left_out(self) -> list[Item]:
         """A row that says which kernels cannot run here; none where all can."""
-        missing = [name for name in kernels.MODULES if name not in self.names()]
+        missing = [name for name in KERNELS if name not in self.names()]
         return [("left_out", {"what": ", ".join(missing), "why": NEEDS})] if missing else []
 
     def timing(self, seconds: float, **rates: float | None) -> Row:

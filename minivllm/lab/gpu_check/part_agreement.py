@@ -83,10 +83,10 @@ def forced(name: str, dtype: str, here: Here, sizes: tuple[int, int, int]) -> It
     sequences = _prompts(model, *sizes[:2], least=sizes[2])
     wide = copy.deepcopy(model).float()
     wide.dtype = torch.float32
-    exact = forced_logits(wide, "torch", sequences, sizes[2])
+    exact = forced_logits(wide, "reference", sequences, sizes[2])
     del wide
     release(here)
-    expected = forced_logits(model, "torch", sequences, sizes[2])
+    expected = forced_logits(model, "reference", sequences, sizes[2])
     torch_error = _distance(expected, exact)
     for way in here.names():
         if dtype not in here.dtypes(way):

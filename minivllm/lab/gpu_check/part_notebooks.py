@@ -126,7 +126,7 @@ def same_requests(
     for scheme in schemes:
         options: Any = {**RUNGS[scheme].options, "scheduler": scheduler}
         if options["cache"] == "paged":
-            options["attention"] = "torch"  # as in chapter 3: gathered
+            options["attention"] = "reference"  # as in chapter 3: gathered
         budget = num_slots * bytes_per_token(model)
         args = EngineArgs(**options, kv_cache_memory_bytes=budget, max_model_len=max_model_len)
         found = run_rung(model, Rung(scheme, 0, options), args, work)

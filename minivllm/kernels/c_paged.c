@@ -1,0 +1,275 @@
+/* Chapter 8: paged attention on a CPU, in one function for every step.
+
+Decode, prefill and a chunk with history differ only in how many queries a sequence has. An item of work is a
+tile of queries of one sequence, for one key/value head, and a range of its keys. The rows of the tile are its
+queries, each with the heads of the group beside each other, so that each key and value is read from memory
+once for the whole group. With 3 heads:   q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...
+
+    for 32 keys at a time
+        scores = rows x keys        in strips of up to 3 rows and 4 keys: 12 sums, that stay in registers
+        weights = 2^(score - most)  the softmax so far, in float32: when a larger score comes, what was summed
+                                    is scaled down
+        summed += weights x values  in strips of up to 3 rows and 32 numbers
+
+Threads take the next item when they are done with one. Where a few long contexts would keep a few threads
+busy, their keys are cut into parts: each part leaves its sum, its largest score and its total, and these are
+put together at the end. Slots that hold no token of the sequence are never read. Strides are int64 and count
+numbers, not bytes: a pool has more than 2^31 of them. */
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "c_numbers.h"
+
+enum { MAX_ROWS = 64, MAX_DIM = 256 }; // at least MAX_GROUP and MAX_HEAD_DIM of limits.py
+enum { KEYS = 32, MIN_PART = 256, PARTS_EACH = 4 };
+
+typedef struct { // keys or values of a layer: [num_blocks, num_kv_heads, block_size, head_dim]
+    char *data;
+    int64_t block, head, slot; // strides
+} Cache;
+
+typedef struct { // one call; c_paged.py has the same fields in the same order
+    Cache k_cache, v_cache;
+    int64_t block_size, num_kv_heads, head_dim, dtype, num_threads;
+    const char *q; // [num_tokens, num_heads, head_dim], as out; float16 not here: its rows come as float32
+    char *out;
+    int64_t row_dtype;
+    int64_t q_token, q_head, out_token, out_head, group;
+    const int32_t *block_tables, *seq_lens, *query_start;
+    int64_t table_row, num_seqs;
+    double scale;
+} Step;
+
+typedef struct {
+    int64_t seq, first_query, num_queries; // the tile
+    int64_t first_key, last_key, part, num_parts; // which of how many ranges its keys are cut into
+    float *left; // what each part leaves, [num_parts, num_kv_heads, rows, MAX_DIM + 2]; NULL with one part
+} Item;
+
+INLINE char *row_of(const Cache *cache, const Step *s, int64_t block, int64_t head, int64_t slot) {
+    const int64_t at = block * cache->block + head * cache->head + slot * cache->slot;
+    return cache->data + at * SIZE(s->dtype);
+}
+
+INLINE void score_strip(const int rows, int64_t dim, const float *q, const float **k, float *scores) {
+    for (int64_t j = 0; j < KEYS; j += 4) {
+        vec sum[3][4] = {0};
+        for (int64_t d = 0; d < dim; d += LANES)
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < 4; c++) sum[r][c] += load(q + r * dim + d) * load(k[j + c] + d);
+        for (int r = 0; r < rows; r++) add_lanes(sum[r], scores + r * KEYS + j);
+    }
+}
+
+INLINE void add_columns(const int rows, const int vecs, int64_t n, int64_t dim, const float *weights,
+                        const float **v, int64_t d, float *summed) {
+    vec sum[3][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vecs; c++) sum[r][c] = load(summed + r * dim + d + c * LANES);
+    for (int64_t j = 0; j < n; j++)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vecs; c++) sum[r][c] += weights[r * KEYS + j] * load(v[j] + d + c * LANES);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vecs; c++) store(summed + r * dim + d + c * LANES, sum[r][c]);
+}
+
+INLINE void value_strip(const int rows, int64_t n, int64_t dim, const float *weights, const float **v,
+                        float *summed) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_columns(rows, 4, n, dim, weights, v, d, summed);
+    for (; d < dim; d += LANES) add_columns(rows, 1, n, dim, weights, v, d, summed);
+}
+
+// The softmax so far, with KEYS scores more in `row`, of which `seen` count. Returns what the sum shrinks by.
+INLINE float weigh(float *row, int64_t seen, float *largest, float *total) {
+    float most = *largest, sum = 0;
+    for (int64_t j = max(seen, 0); j < KEYS; j++) row[j] = -INFINITY;
+    #pragma omp simd reduction(max : most)
+    for (int j = 0; j < KEYS; j++) most = row[j] > most ? row[j] : most;
+    const float base = most == -INFINITY ? 0 : most; // no key seen yet: no -inf - -inf, which is NaN
+    #pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < KEYS; j++) {
+        row[j] = power_of_two(row[j] - base);
+        sum += row[j];
+    }
+    const float shrink = power_of_two(*largest - base);
+    *total = *total * shrink + sum;
+    *largest = most;
+    return shrink;
+}
+
+static void attend(const Step *s, const Item *item, int64_t kv_head) {
+    const int64_t head_dim = s->head_dim, dim = ceil_div(head_dim, LANES) * LANES, group = s->group;
+    const int64_t rows = item->num_queries * group, first_head = kv_head * group;
+    const int64_t token = s->query_start[item->seq] + item->first_query; // the first of the tile
+    const int64_t position = s->seq_lens[item->seq] - (s->query_start[item->seq + 1] - token); // its own
+    const int64_t size = SIZE(s->row_dtype);
+    float q[MAX_ROWS * MAX_DIM], summed[MAX_ROWS * MAX_DIM], scores[MAX_ROWS * KEYS];
+    float k_room[KEYS * MAX_DIM], v_room[KEYS * MAX_DIM], largest[MAX_ROWS], total[MAX_ROWS];
+    const float *k[KEYS], *v[KEYS];
+
+    memset(q, 0, rows * dim * sizeof(float)); // from head_dim to dim zeros stay
+    memset(summed, 0, rows * dim * sizeof(float));
+    if (dim > head_dim) memset(k_room, 0, KEYS * dim * sizeof(float)); // of values they come to nothing
+    const float scale = s->scale * 1.4426950408889634; // log2(e): e^x = 2^(x * log2(e))
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t from = (token + r / group) * s->q_token + (first_head + r % group) * s->q_head;
+        const float *row = read_row(s->q + from * size, s->row_dtype, head_dim, head_dim, q + r * dim);
+        for (int64_t d = 0; d < head_dim; d++) q[r * dim + d] = row[d] * scale;
+        largest[r] = -INFINITY;
+        total[r] = 0;
+    }
+
+    int64_t slot = item->first_key % s->block_size;
+    const int32_t *block = s->block_tables + item->seq * s->table_row + item->first_key / s->block_size;
+    for (int64_t start = item->first_key; start < item->last_key; start += KEYS) {
+        const int64_t n = min(KEYS, item->last_key - start);
+        for (int64_t j = 0; j < n; j++, slot++) {
+            if (slot == s->block_size) { // counted, not divided: a division takes as long as ten products
+                slot = 0;
+                block++;
+            }
+            const char *k_row = row_of(&s->k_cache, s, *block, kv_head, slot);
+            const char *v_row = row_of(&s->v_cache, s, *block, kv_head, slot);
+            k[j] = read_row(k_row, s->dtype, head_dim, dim, k_room + j * dim);
+            v[j] = read_row(v_row, s->dtype, head_dim, dim, v_room + j * dim);
+        }
+        for (int64_t j = n; j < KEYS; j++) k[j] = k[0]; // scores that nobody sees
+        for (int64_t r = 0; r < rows; r += 3) {
+            float *row = scores + r * KEYS;
+            switch (rows - r) {
+                case 1: score_strip(1, dim, q + r * dim, k, row); break;
+                case 2: score_strip(2, dim, q + r * dim, k, row); break;
+                default: score_strip(3, dim, q + r * dim, k, row);
+            }
+        }
+        for (int64_t r = 0; r < rows; r++) { // the query of row r sees the keys up to its own position
+            const int64_t seen = min(n, position + r / group + 1 - start);
+            const float shrink = weigh(scores + r * KEYS, seen, &largest[r], &total[r]);
+            for (int64_t d = 0; d < dim; d++) summed[r * dim + d] *= shrink;
+        }
+        for (int64_t r = 0; r < rows; r += 3) {
+            const float *row = scores + r * KEYS;
+            switch (rows - r) {
+                case 1: value_strip(1, n, dim, row, v, summed + r * dim); break;
+                case 2: value_strip(2, n, dim, row, v, summed + r * dim); break;
+                default: value_strip(3, n, dim, row, v, summed + r * dim);
+            }
+        }
+    }
+
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t to = (token + r / group) * s->out_token + (first_head + r % group) * s->out_head;
+        if (item->left) {
+            float *part = item->left + (kv_head * rows + r) * (MAX_DIM + 2);
+            memcpy(part, summed + r * dim, head_dim * sizeof(float));
+            part[MAX_DIM] = largest[r];
+            part[MAX_DIM + 1] = total[r];
+        } else { // no key at all: zeros
+            for (int64_t d = 0; d < head_dim; d++) summed[r * dim + d] /= total[r] == 0 ? 1 : total[r];
+            write_row(s->out + to * size, s->row_dtype, head_dim, summed + r * dim);
+        }
+    }
+}
+
+// Put the parts of a tile together: each weighs as much as its largest score says.
+static void combine(const Step *s, const Item *item, int64_t kv_head) {
+    const int64_t rows = item->num_queries * s->group, row_size = MAX_DIM + 2;
+    const int64_t token = s->query_start[item->seq] + item->first_query;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t query = token + r / s->group, head = kv_head * s->group + r % s->group;
+        const float *first = item->left + (kv_head * rows + r) * row_size;
+        float most = -INFINITY, total = 0, summed[MAX_DIM] = {0};
+        for (int64_t i = 0; i < item->num_parts; i++) {
+            const float largest = first[i * s->num_kv_heads * rows * row_size + MAX_DIM];
+            most = largest > most ? largest : most;
+        }
+        for (int64_t i = 0; i < item->num_parts; i++) {
+            const float *part = first + i * s->num_kv_heads * rows * row_size;
+            const float weight = power_of_two(part[MAX_DIM] - most);
+            total += weight * part[MAX_DIM + 1];
+            for (int64_t d = 0; d < s->head_dim; d++) summed[d] += weight * part[d];
+        }
+        for (int64_t d = 0; d < s->head_dim; d++) summed[d] /= total;
+        const int64_t to = query * s->out_token + head * s->out_head;
+        write_row(s->out + to * SIZE(s->row_dtype), s->row_dtype, s->head_dim, summed);
+    }
+}
+
+// The items of a step, each for all key/value heads; written unless `items` is NULL. Returns their number.
+static int64_t plan(const Step *s, int64_t part, Item *items, float *left, int64_t *num_keys,
+                    int64_t *num_left) {
+    const int64_t tile = MAX_ROWS / s->group;
+    int64_t n = 0;
+    *num_keys = *num_left = 0;
+    for (int64_t seq = 0; seq < s->num_seqs; seq++) {
+        const int64_t query_len = s->query_start[seq + 1] - s->query_start[seq], seq_len = s->seq_lens[seq];
+        for (int64_t first = (query_len - 1) / tile * tile; first >= 0; first -= tile) { // the longest first
+            const int64_t queries = min(tile, query_len - first);
+            const int64_t end = seq_len ? seq_len - query_len + first + queries : 0;
+            const int64_t parts = max(1, ceil_div(end, part));
+            for (int64_t i = 0; i < parts; i++, n++) {
+                if (items)
+                    items[n] = (Item){seq, first, queries, i * part, min(end, (i + 1) * part), i, parts,
+                                      parts > 1 ? left + *num_left : NULL};
+                if (parts > 1) *num_left += s->num_kv_heads * queries * s->group * (MAX_DIM + 2);
+            }
+            *num_keys += end;
+        }
+    }
+    return n;
+}
+
+// Returns 0, or 1 without the memory for it.
+int paged_attention(const Step *s) {
+    const int64_t heads = s->num_kv_heads;
+    int64_t num_keys, num_left;
+    plan(s, INT64_MAX / 2, NULL, NULL, &num_keys, &num_left);
+    int64_t part = max(MIN_PART, ceil_div(num_keys * heads, PARTS_EACH * s->num_threads));
+    part = s->num_threads > 1 ? ceil_div(part, KEYS) * KEYS : INT64_MAX / 2;
+    const int64_t n = plan(s, part, NULL, NULL, &num_keys, &num_left);
+    Item *items = malloc((n + 1) * sizeof(Item));
+    float *left = malloc((num_left + 1) * sizeof(float));
+    const int failed = !items || !left;
+    if (!failed) {
+        plan(s, part, items, left, &num_keys, &num_left);
+        #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
+        for (int64_t i = 0; i < n * heads; i++) attend(s, &items[i / heads], i % heads);
+        if (num_left) {
+            #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
+            for (int64_t i = 0; i < n * heads; i++) {
+                const Item *item = &items[i / heads];
+                if (item->left && item->part == 0) combine(s, item, i % heads);
+            }
+        }
+    }
+    free(items);
+    free(left);
+    return failed;
+}
+
+typedef struct { // one call of store_kv; strides in numbers
+    Cache k_cache, v_cache;
+    const char *k, *v; // [num_tokens, num_kv_heads, head_dim]
+    int64_t k_token, k_head, v_token, v_head;
+    const int64_t *slot_mapping;
+    int64_t num_tokens, num_kv_heads, head_dim, block_size, itemsize, num_threads;
+} Tokens;
+
+void store_kv(const Tokens *t) {
+    const int64_t size = t->itemsize;
+    #pragma omp parallel for num_threads(t->num_threads) if (t->num_tokens >= 64)
+    for (int64_t token = 0; token < t->num_tokens; token++) {
+        const int64_t slot = t->slot_mapping[token];
+        const int64_t block = slot / t->block_size, offset = slot % t->block_size;
+        for (int64_t head = 0; slot >= 0 && head < t->num_kv_heads; head++) {
+            const int64_t k_to = block * t->k_cache.block + head * t->k_cache.head + offset * t->k_cache.slot;
+            const int64_t v_to = block * t->v_cache.block + head * t->v_cache.head + offset * t->v_cache.slot;
+            const char *k = t->k + (token * t->k_token + head * t->k_head) * size;
+            const char *v = t->v + (token * t->v_token + head * t->v_head) * size;
+            memcpy(t->k_cache.data + k_to * size, k, t->head_dim * size);
+            memcpy(t->v_cache.data + v_to * size, v, t->head_dim * size);
+        }
+    }
+}

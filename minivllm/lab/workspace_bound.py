@@ -1,0 +1,76 @@
+"""Above the chapters: a bound, from the options alone, for what a step needs beside weights and pool.
+
+What a step makes and lets go grows with the tokens and sequences of a step and with the longest context. It
+does not grow with the pool, nor with the number of layers: a layer's results are let go before the next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minivllm.memory.paged import num_blocks_for
+from minivllm.memory.size import bytes_per_token
+
+if TYPE_CHECKING:
+    from minivllm.engine_args import EngineArgs
+    from minivllm.model.decoder import Decoder
+
+WIDE = 4  # bytes: norms and kernels compute in float32 at least
+COPIES = 4  # of a row of numbers: what an operation reads, what it makes, and what waits for the next one
+SAMPLER = 10  # arrays [max_num_seqs, vocab_size] of 8 bytes: float64 probabilities, their order, cuts, sums
+
+
+def workspace_bytes(model: Decoder, args: EngineArgs) -> int:
+    """Most bytes that a step needs beside weights and pool: the sum of `workspace_parts`.
+
+    A sum, though one part is let go before the next comes: memory that was given back may stay resident. args
+    need not be resolved. Raises InvalidOption.
+    """
+    return sum(workspace_parts(model, args).values())
+
+
+def workspace_parts(model: Decoder, args: EngineArgs) -> dict[str, int]:
+    """The bound by what the memory is for, in bytes. T: most tokens in a step; S: max_num_seqs; L: tokens of
+    the longest sequence, max_model_len or what the pool holds.
+
+        batch        a few whole numbers for each of the T tokens, and S block tables
+        activations  COPIES x T x the widest rows of a layer: hidden, queries, keys, values, the MLP's inner
+        attention    what the kernels of args.attention make, by `_attention`
+        logits       S x vocab_size, in the model's dtype twice, and the SAMPLER's arrays of 8 bytes
+
+    At T = 512 tokens of SmolLM2-135M (hidden 576, inner 1536, 9 + 3 + 3 heads of 64) in float32 the
+    activations are 4 x 512 x (2 x 576 + 960 + 1536) x 4 bytes = 28.5 MiB.
+    """
+    args = args.resolve(model)
+    config, itemsize = model.config, model.dtype.itemsize
+    num_seqs, num_tokens, longest = args.max_num_seqs, *_extent(model, args)
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    rows = 2 * config.hidden_size + heads * config.head_dim + config.intermediate_size
+    tables = num_blocks_for(longest, args.block_size or 1) * num_seqs
+    return {
+        "batch": 8 * (8 * num_tokens + 2 * tables),
+        "activations": COPIES * num_tokens * rows * max(WIDE, itemsize),
+        "attention": _attention(model, args, num_tokens, longest),
+        "logits": num_seqs * config.vocab_size * (2 * itemsize + 8 * SAMPLER),
+    }
+
+
+def _extent(model: Decoder, args: EngineArgs) -> tuple[int, int]:
+    """(most tokens in a step, most tokens of a sequence)."""
+    slots = int(args.kv_cache_memory_bytes or 0) // bytes_per_token(model)
+    longest = min(int(args.max_model_len or 0), slots)
+    whole = min(args.max_num_seqs * longest, slots)
+    return min(args.max_num_batched_tokens or whole, whole), longest
+
+
+def _attention(model: Decoder, args: EngineArgs, num_tokens: int, longest: int) -> int:
+    """In PyTorch, one sequence at a time: its keys and values twice, as blocks and in a row, and three times
+    the scores of its queries, [num_heads, queries, L], with their mask. In C and in Triton scores never stand
+    in memory: only queries and results in float32, and sums of what was shared out among threads."""
+    config, itemsize = model.config, model.dtype.itemsize
+    queries = min(num_tokens, longest)
+    if args.attention in (None, "torch"):
+        gathered = 2 * 2 * longest * config.num_key_value_heads * config.head_dim * itemsize
+        scores = queries * longest * (3 * config.num_attention_heads * max(WIDE, itemsize) + 2)
+        return gathered + scores
+    return 3 * num_tokens * config.num_attention_heads * (config.head_dim + 2) * WIDE

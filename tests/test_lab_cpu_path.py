@@ -1,0 +1,51 @@
+"""The command that measures the fast path on a CPU: in miniature, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from minivllm import kernels
+from minivllm.errors import InvalidOption
+from minivllm.lab import cpu_path
+from minivllm.model.packed import can_pack
+
+
+def has_c() -> bool:
+    try:
+        kernels.get("c")
+    except InvalidOption:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_c(), reason="there is no C compiler")
+def test_in_miniature_every_setup_has_a_row_at_every_number_of_requests(tmp_path):
+    result = CliRunner().invoke(cpu_path.main, ["--out", str(tmp_path), "--quick", "--running", "1,3"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "cpu_path.json").read_text())
+    assert (found["model"], found["context"]) == ("random:tiny-llama", 32)
+    rows = [(row["running"], row["setup"]) for row in found["setups"]]
+    assert rows == [(n, name) for n in (1, 3) for name in cpu_path.SETUPS]
+    assert [row["gain"] for row in found["setups"] if row["setup"] == rows[0][1]] == [1, 1]
+    assert all(row["step_ms"] > 0 for row in found["setups"])
+    assert all(name in result.output for name in cpu_path.SETUPS)
+
+
+@pytest.mark.skipif(not has_c(), reason="there is no C compiler")
+def test_each_setup_is_what_its_name_says():
+    engines = cpu_path._engines("random:tiny-llama", "float32", [2], 32)
+    args = [llm.args for llm in engines.values()]
+    assert [(a.attention, a.enforce_eager) for a in args[:2]] == [("reference", True), ("torch", True)]
+    packed = can_pack(torch.float32, torch.device("cpu"))
+    assert [(a.attention, a.enforce_eager) for a in args[2:]] == [("torch", not packed), ("c", not packed)]
+
+
+@pytest.mark.parametrize("options", [["--running", "0"], ["--running", "a"], ["--context", "6"]], ids=str)
+def test_what_cannot_be_measured_is_refused(options, tmp_path):
+    result = CliRunner().invoke(cpu_path.main, ["--out", str(tmp_path), *options])
+    assert result.exit_code == 2
+    assert options[0] in result.output
