@@ -149,7 +149,7 @@ def test_the_estimate_has_no_cliff(triton):
             assert before <= min(limit, unsplit_waves * (num_tiles + 1))
 
 
-def test_the_fastest_is_triton_on_a_gpu_that_can_have_it_and_torch_elsewhere(monkeypatch):
+def test_the_fastest_is_triton_on_a_gpu_that_can_have_it_and_not_elsewhere(monkeypatch):
     from minivllm import kernels
     from minivllm.errors import InvalidOption
 
@@ -160,7 +160,7 @@ def test_the_fastest_is_triton_on_a_gpu_that_can_have_it_and_torch_elsewhere(mon
     monkeypatch.setattr(kernels, "check_model", check)
     assert kernels.fastest(torch.float16, torch.device("cuda", 1), 64, 3) == "triton"
     assert kernels.fastest(torch.float64, torch.device("cuda"), 64, 3) == "torch"
-    assert kernels.fastest(torch.float16, torch.device("cpu"), 64, 3) == "torch"
+    assert kernels.fastest(torch.float16, torch.device("cpu"), 64, 3) in ("c", "torch")
 
 
 def test_a_gpu_that_is_too_old_for_the_tiles_is_refused_by_its_capability(triton, monkeypatch):
