@@ -124,7 +124,7 @@ def test_the_ratios_say_how_much_shorter_and_which_share():
 
 
 def run(folder, *arguments):
-    small = ["--dtype", "float32", "--decodes", "2", "--prompt-len", "60", "--interval", "0.05"]
+    small = ["--dtype=float32", "--decodes=2", "--prompt-len=60", "--interval=0.05", "--attention=torch"]
     return CliRunner().invoke(main, ["--out", str(folder), "--quick", "--seconds", "0.3", *small, *arguments])
 
 

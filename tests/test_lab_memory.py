@@ -87,7 +87,7 @@ def test_memory_from_before_does_not_count():
     assert kept.sum() == 0
 
 
-@pytest.mark.parametrize("attention", ["torch", "c"])
+@pytest.mark.parametrize("attention", ["reference", "torch", "c"])
 def test_the_pool_is_taken_once(attention):
     pool = 1_000 * 16 * 672  # tiny-llama has 672 bytes a token in float32
     with Allocations() as seen, make(WIDE_VOCABULARY, num_blocks=1_000, attention=attention) as llm:
@@ -98,7 +98,7 @@ def test_the_pool_is_taken_once(attention):
     assert [size for size in seen.taken if size >= pool] == [pool]
 
 
-@pytest.mark.parametrize("attention", ["torch", "c"])
+@pytest.mark.parametrize("attention", ["reference", "torch", "c"])
 def test_a_step_takes_nothing_that_grows_with_the_pool(attention):
     found = {}
     for num_blocks in (70, 5_000):
@@ -113,8 +113,9 @@ def test_a_step_takes_nothing_that_grows_with_the_pool(attention):
 # --- the bound ---
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "chunked": {},
+    "torch": {"attention": "torch"},
     "c": {"attention": "c"},
+    "reference": {"attention": "reference"},
     "eager": {"enforce_eager": True},
     "small-budget": {"max_num_batched_tokens": 64},
     "whole-prompts": {"scheduler": "continuous"},
@@ -163,7 +164,8 @@ def test_the_bound_comes_from_the_options_alone():
         assert bound(**{name: getattr(base, name) + 50}) > bound(), name
     # a pool of 2 blocks holds no more than 32 tokens, in one step or in one sequence
     assert bound(num_blocks=2) == bound(num_blocks=2, max_model_len=32, max_num_batched_tokens=32)
-    assert bound(attention="torch", max_model_len=600) - bound(attention="torch") > 256 * 300 * 6 * 4
+    more = bound(attention="reference", max_model_len=600) - bound(attention="reference")
+    assert more > 256 * 300 * 6 * 4, "the scores"
 
 
 def test_the_parts_of_the_bound_are_those_of_its_formula():

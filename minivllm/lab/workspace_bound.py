@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from minivllm.kernels.torch_paged import MAX_GATHERED, MAX_SCORES, TILE
 from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.size import bytes_per_token
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 WIDE = 4  # bytes: norms and kernels compute in float32 at least
 COPIES = 4  # of a row of numbers: what an operation reads, what it makes, and what waits for the next one
 SAMPLER = 10  # arrays [max_num_seqs, vocab_size] of 8 bytes: float64 probabilities, their order, cuts, sums
+LEFT_BY_A_THREAD = 2**20  # bytes: eight tiles of the kernel in C, 64 rows of 258 numbers each, and their list
 
 
 def workspace_bytes(model: Decoder, args: EngineArgs) -> int:
@@ -64,13 +68,25 @@ def _extent(model: Decoder, args: EngineArgs) -> tuple[int, int]:
 
 
 def _attention(model: Decoder, args: EngineArgs, num_tokens: int, longest: int) -> int:
-    """In PyTorch, one sequence at a time: its keys and values twice, as blocks and in a row, and three times
-    the scores of its queries, [num_heads, queries, L], with their mask. In C and in Triton scores never stand
-    in memory: only queries and results in float32, and sums of what was shared out among threads."""
+    """By the name of the kernels; queries and results come on top.
+
+    reference, and memory that is not paged: one sequence at a time: its keys and values twice, as blocks and
+    in a row, and three times the scores of its queries, [num_heads, queries, L], with their mask.
+    torch: keys and values of one group, or of one sequence, as they are and converted; scores twice; which
+    slots are unfilled, of all groups. Its sizes are limits of `kernels/torch_paged.py`.
+    c, triton: no scores stand in memory; what threads leave of keys that they have shared out.
+    """
     config, itemsize = model.config, model.dtype.itemsize
-    queries = min(num_tokens, longest)
-    if args.attention in (None, "torch"):
-        gathered = 2 * 2 * longest * config.num_key_value_heads * config.head_dim * itemsize
-        scores = queries * longest * (3 * config.num_attention_heads * max(WIDE, itemsize) + 2)
-        return gathered + scores
-    return 3 * num_tokens * config.num_attention_heads * (config.head_dim + 2) * WIDE
+    wide, heads = max(WIDE, itemsize), config.num_attention_heads
+    kv_row = 2 * config.num_key_value_heads * config.head_dim  # of keys and values
+    rows = 3 * num_tokens * heads * config.head_dim * wide
+    if args.attention in (None, "reference"):
+        scores = min(num_tokens, longest) * longest * (3 * heads * wide + 2)
+        return rows + 2 * longest * kv_row * itemsize + scores
+    if args.attention == "torch":
+        padded = num_blocks_for(longest, args.block_size or 1) * (args.block_size or 1)
+        gathered = max(MAX_GATHERED, padded)
+        scores = max(min(MAX_SCORES, TILE * heads * padded), gathered * heads)
+        unfilled = 10 * args.max_num_seqs * padded  # a bool and an int64 each, and one byte on the way
+        return rows + gathered * kv_row * (itemsize + wide) + 2 * scores * wide + unfilled
+    return rows + LEFT_BY_A_THREAD * torch.get_num_threads()
