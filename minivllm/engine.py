@@ -66,7 +66,7 @@ class Engine:
         on_step: Callable[[Step], None] | None = None,
     ):
         self.model, self.manager, self.store, self.scheduler = model, manager, store, scheduler
-        self.place, self.pack, self.forward = place, pack or self._pack, forward
+        self.place, self.pack, self.forward = place, pack, forward
         self.clock, self.on_step = clock, on_step
         self.num_steps = 0
         self.shield = Shield()
@@ -174,8 +174,9 @@ class Engine:
             self.store.swap_in(plan.swap_in)
         if isinstance(self.store, SharingStore):
             self.store.copy_blocks(plan.block_copies)
+        pack = self._pack if self.pack is None else self.pack
         forward = self.model if self.forward is None else self.forward
-        logits = forward(self.pack(plan.scheduled), self.store)
+        logits = forward(pack(plan.scheduled), self.store)
         parts = [part for part in plan.scheduled if part.samples]
         return self._sample(parts, logits), self._search(parts, logits)
 

@@ -21,7 +21,7 @@ from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.prefix_cache import INDEXES
 from minivllm.memory.size import bytes_per_token
 from minivllm.model.decoder import Decoder
-from minivllm.model.packed import can_pack
+from minivllm.model.packed import products_for
 from minivllm.scheduling.chunked import ChunkedScheduler
 from minivllm.scheduling.continuous import ContinuousScheduler
 from minivllm.scheduling.queue import POLICIES
@@ -270,7 +270,7 @@ def _has_faster(model: Decoder, attention: str | None) -> bool:
     """Whether anything can run in the model's place: on a CPU packed weights, on CUDA recorded steps, which
     attention in PyTorch keeps out: it waits for the device."""
     if model.device.type == "cpu":
-        return can_pack(model.dtype, model.device)
+        return products_for(model.dtype, model.device) is not None
     return model.device.type == "cuda" and str(attention).startswith("triton")
 
 

@@ -33,7 +33,7 @@ from minivllm.memory.swap_store import SwapStore
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder
 from minivllm.model.graphs import DecodeGraphs
-from minivllm.model.packed import PackedDecoder
+from minivllm.model.packed import PackedDecoder, products_for
 from minivllm.model.paged_batches import PagedBatches
 from minivllm.step import Step
 
@@ -115,7 +115,8 @@ def _forward(
     if args.enforce_eager:
         return None
     if model.device.type == "cpu":
-        return PackedDecoder(model, _rows(model, args), keep_weights)
+        products = products_for(model.dtype, model.device)
+        return PackedDecoder(model, _rows(model), products, keep_weights)
     assert isinstance(store, PagedStore)
     try:
         max_blocks = num_blocks_for(int(args.max_model_len or 0), int(args.block_size or 0))
@@ -127,9 +128,9 @@ def _forward(
         ) from error
 
 
-def _rows(model: Decoder, args: EngineArgs) -> RowKernels | None:
-    """Norm and rotary embedding in C, but where attention is asked for without it, or it cannot be had."""
-    if args.attention not in (None, "c") or model.config.hidden_size > MAX_ROW:
+def _rows(model: Decoder) -> RowKernels | None:
+    """Norm and rotary embedding in C, where they can be had."""
+    if max(model.config.hidden_size, model.config.head_dim) > MAX_ROW:
         return None
     try:
         return RowKernels()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from minivllm.decoding.beams import BeamSearch, Hypothesis
 from minivllm.decoding.detokenizer import Detokenizer
 from minivllm.decoding.stopping import StopStrings, stop_token_ids
 from minivllm.model.tokenizer import Tokenizer
-from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.params import SamplingParams
 from minivllm.scheduling.request import Request
 from minivllm.scheduling.sequence import Sequence as EngineSequence
@@ -138,6 +137,7 @@ class RequestState:
     def output(self) -> RequestOutput:
         """What is known now."""
         first = self.requests[0]
+        m = first.metrics
         if first.search is None:
             outputs = [text.output() for text in self.texts]
         else:
@@ -148,7 +148,7 @@ class RequestState:
             list(first.prompt_token_ids),
             outputs,
             self.finished,
-            replace(first.metrics, token_times=list(first.metrics.token_times)),
+            RequestMetrics(m.arrival_time, m.first_scheduled_time, list(m.token_times)),
             first.num_cached_tokens,
             first.sharing,
         )

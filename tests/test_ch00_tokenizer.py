@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
@@ -46,6 +48,21 @@ def test_the_tokenizer_that_is_kept_is_the_one_in_the_gguf_file(straight, smollm
         smollm2_tokenizer.decode(smollm2_tokenizer.apply_chat_template(messages), skip_special_tokens=False)
         == expected
     )
+
+
+def test_the_tokenizer_that_is_kept_needs_the_transformers_library_for_chats_alone(
+    smollm2_source, smollm2_tokenizer
+):
+    code = (
+        "import sys; from minivllm.model.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(smollm2_source.path)!r})\n"
+        "assert tokenizer.decode(tokenizer.encode('Hello world')) == 'Hello world'\n"
+        "assert 'tokenizers' in sys.modules and 'transformers' not in sys.modules\n"
+        "tokenizer.apply_chat_template([{'role': 'user', 'content': 'Why?'}])\n"
+        "assert 'transformers' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def words(folder, **options):
@@ -129,7 +146,9 @@ class Fake:
         from pathlib import Path
 
         Path(folder).mkdir(parents=True)
-        Path(folder, "tokenizer.json").write_text("whole")
+        FastTokenizer(WordLevel({"one": 1}, unk_token="one")).save(str(Path(folder, "tokenizer.json")))
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            Path(folder, name).write_text("{}")
 
 
 @pytest.fixture
@@ -142,10 +161,8 @@ def builds(monkeypatch, home, tmp_path):
     built = []
 
     def from_pretrained(origin, folder, **options):
-        if "gguf_file" in options:
-            built.append(folder)
-        elif (folder / "tokenizer.json").read_text() != "whole":
-            raise InvalidModelFile("damaged")
+        assert "gguf_file" in options, "what is kept is read without it"
+        built.append(folder)
         return Fake(folder)
 
     monkeypatch.setattr(module, "_from_pretrained", from_pretrained)
@@ -155,15 +172,23 @@ def builds(monkeypatch, home, tmp_path):
 def test_a_tokenizer_is_built_once_and_kept(builds, home):
     source, built = builds
     load_tokenizer(source)
-    load_tokenizer(source)
+    assert load_tokenizer(source).encode("one") == [1]
     assert len(built) == 1
     assert [p.name for p in (home / "tokenizers").iterdir() if p.name.startswith("tmp")] == []
 
 
-def test_a_kept_tokenizer_that_is_damaged_is_made_again(builds, home):
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "kept.json"]
+)
+@pytest.mark.parametrize("text", ["half", None], ids=["half", "gone"])
+def test_a_kept_tokenizer_that_is_damaged_is_made_again(name, text, builds, home):
+    """Whichever of its files it is, also one that only chats need."""
     source, built = builds
     load_tokenizer(source)
-    next((home / "tokenizers").iterdir()).joinpath("tokenizer.json").write_text("half")
+    file = next((home / "tokenizers").iterdir()) / name
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
     load_tokenizer(source)
     load_tokenizer(source)
     assert len(built) == 2

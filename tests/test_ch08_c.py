@@ -261,6 +261,17 @@ def test_one_plan_serves_layers_of_any_layout(c):
         c.store_kv(k[:2], k, dense[1], dense[2], slots, plan=plan)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_scores_beyond_any_number_show_as_they_do_in_the_reference(threads, c):
+    """-inf, all of them: NaN, and not the zeros of a sequence without keys."""
+    torch.set_num_threads(threads)
+    k = torch.full((19, 1, 16, 8), -1e20)
+    arguments = torch.full((1, 2, 8), 1e20), k, torch.ones_like(k), torch.arange(19).int()[None]
+    lengths = torch.tensor([300]).int(), torch.tensor([0, 1]).int(), 1.0
+    for module in (reference, c):
+        assert module.paged_attention(*arguments, *lengths).isnan().all()
+
+
 def test_without_a_compiler_the_default_is_torch_with_a_warning(monkeypatch):
     cpu = torch.device("cpu")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +16,18 @@ import torch
 from minivllm import LLM, BeamSearchParams, SamplingParams, engine_parts
 from minivllm.engine_args import EngineArgs, _has_faster
 from minivllm.errors import InvalidOption, OutOfMemory
+from minivllm.kernels.c_linear import Panels
+from minivllm.kernels.c_rows import MAX_ROW
 from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.paged_store import PagedStore
 from minivllm.model.decoder import Decoder
 from minivllm.model.graphs import DecodeGraphs
 from minivllm.model.loader import load_model
-from minivllm.model.packed import PackedDecoder, can_pack
+from minivllm.model.packed import PackedDecoder, products_for
+from minivllm.model.presets import PRESETS
 from minivllm.model.tokenizer import ByteTokenizer
 
+PRODUCTS = products_for(torch.float32, torch.device("cpu"))
 PROMPTS = [[5] * 3, list(range(40, 59)), [7, 8, 9, 10, 11], list(range(40, 71)), [*range(40, 52), 3]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2),
@@ -82,7 +88,7 @@ def test_graphs_on_and_off_give_the_same_tokens(options):
 
 
 def test_on_a_cpu_nothing_is_recorded_and_what_cannot_be_packed_runs_as_it_is():
-    for dtype, packs in (("float32", can_pack(torch.float32, torch.device("cpu"))), ("float64", False)):
+    for dtype, packs in (("float32", PRODUCTS is not None), ("float64", False)):
         model = load_model("random:tiny-llama", dtype=dtype, device="cpu")
         for enforce_eager in (True, False):
             llm = LLM(model, tokenizer=ByteTokenizer(), enforce_eager=enforce_eager)
@@ -119,3 +125,14 @@ def replace_(args: EngineArgs, **changes: Any) -> EngineArgs:
     for name, value in changes.items():
         object.__setattr__(other, name, value)
     return other
+
+
+@pytest.mark.skipif(not isinstance(PRODUCTS, Panels), reason="there is no C compiler")
+def test_rows_that_are_too_long_for_the_kernels_are_pytorchs():
+    """A norm and a rotary embedding in C have room for so many numbers; heads may be longer than that."""
+    config = PRESETS["tiny-llama"]
+    for size, fits in ((64, True), (MAX_ROW, True), (MAX_ROW + 2, False)):
+        for name in ("hidden_size", "head_dim"):
+            change: Any = {name: size}
+            model: Any = SimpleNamespace(config=replace(config, **change))
+            assert (engine_parts._rows(model) is not None) is fits

@@ -151,6 +151,18 @@ def test_a_package_pulls_in_nothing_by_itself(package):
     assert not {"torch", "triton", "transformers", "numpy"} & set(names)
 
 
+HEAVY = {"gguf", "huggingface_hub", "matplotlib", "tokenizers", "transformers", "triton"}
+
+
+def test_the_front_door_opens_without_what_only_some_models_and_commands_need():
+    """Each takes from 0.1 s to seconds to import. What torch brings by itself does not count."""
+    code = "import sys, torch; before = set(sys.modules); from minivllm import LLM, SamplingParams\n"
+    done = run("-c", code + "print(*sorted(set(sys.modules) - before))")
+    names = {name.split(".")[0] for name in done.stdout.split()}
+    assert "minivllm" in names, done.stderr
+    assert not HEAVY & names
+
+
 def test_names_of_the_package_come_when_they_are_asked_for():
     import minivllm
 

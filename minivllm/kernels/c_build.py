@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from minivllm.errors import InvalidOption
 from minivllm.model.hub import cache_home
 
-SOURCES = ("c_paged.c", "c_rows.c")
+SOURCES = ("c_paged.c", "c_rows.c", "c_linear.c")
 HEADERS = ("c_numbers.h",)
 COMPILERS = ("cc", "gcc", "clang")
 # -fno-trapping-math: nobody asks which operation met NaN or infinity, so that choices by `?:` become vectors.

@@ -11,6 +11,7 @@
 #endif
 #endif
 enum { FLOAT32, FLOAT16, BFLOAT16 };
+enum { WORTH_THREADS = 8192 }; // numbers from which on threads share the work: to wake one takes longer
 #define SIZE(dtype) ((dtype) == FLOAT32 ? 4 : 2) // bytes
 
 #define INLINE static inline __attribute__((always_inline)) // with `rows` a constant, its loops are unrolled

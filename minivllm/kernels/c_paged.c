@@ -1,15 +1,19 @@
 /* Chapter 8: paged attention on a CPU, in one function for every step.
 
 Decode, prefill and a chunk with history differ only in how many queries a sequence has. An item of work is a
-tile of queries of one sequence, for one key/value head, and a range of its keys. The rows of the tile are its
-queries, each with the heads of the group beside each other, so that each key and value is read from memory
-once for the whole group. With 3 heads:   q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...
+tile of queries of one sequence, for some key/value heads, and a range of its keys. A key/value head's rows are
+the tile's queries, each with the heads of the group beside each other, so that each key and value is read from
+memory once for the whole group. With 3 heads:   q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...
 
-    for 32 keys at a time
+    for 32 keys at a time, and for each key/value head of the item
         scores = rows x keys        in strips of up to 3 rows and 4 keys: 12 sums, that stay in registers
         weights = 2^(score - most)  the softmax so far, in float32: when a larger score comes, what was summed
                                     is scaled down
         summed += weights x values  in strips of up to 3 rows and 32 numbers
+
+Few queries have little to compute, so all depends on how memory is read. A block's keys and values, of all
+heads, lie in one piece; so few queries take all heads in one item, and 32 keys are first read once, front to
+back. A tile of many queries takes one head at a time.
 
 Threads take the next item when they are done with one. Where a few long contexts would keep a few threads
 busy, their keys are cut into parts: each part leaves its sum, its largest score and its total, and these are
@@ -22,7 +26,7 @@ numbers, not bytes: a pool has more than 2^31 of them. */
 #include "c_numbers.h"
 
 enum { MAX_ROWS = 64, MAX_DIM = 256 }; // at least MAX_GROUP and MAX_HEAD_DIM of limits.py
-enum { KEYS = 32, MIN_PART = 256, PARTS_EACH = 4 };
+enum { KEYS = 32, MIN_PART = 128, PARTS_EACH = 4 };
 
 typedef struct { // keys or values of a layer: [num_blocks, num_kv_heads, block_size, head_dim]
     char *data;
@@ -42,14 +46,39 @@ typedef struct { // one call; c_paged.py has the same fields in the same order
 } Step;
 
 typedef struct {
-    int64_t seq, first_query, num_queries; // the tile
+    int64_t seq, first_query, num_queries, first_head, num_heads; // the tile; its key/value heads
     int64_t first_key, last_key, part, num_parts; // which of how many ranges its keys are cut into
-    float *left; // what each part leaves, [num_parts, num_kv_heads, rows, MAX_DIM + 2]; NULL with one part
+    float *left; // what each part leaves, [num_parts, all heads, rows, MAX_DIM + 2]; NULL with one part
 } Item;
 
-INLINE char *row_of(const Cache *cache, const Step *s, int64_t block, int64_t head, int64_t slot) {
-    const int64_t at = block * cache->block + head * cache->head + slot * cache->slot;
-    return cache->data + at * SIZE(s->dtype);
+typedef struct { // a place in the keys of a sequence
+    const int32_t *block;
+    int64_t slot;
+} Place;
+
+// Where the next n keys and values of the first head stand.
+INLINE Place find_rows(const Step *s, Place at, int64_t n, const char **k, const char **v) {
+    const Cache *keys = &s->k_cache, *values = &s->v_cache;
+    const int64_t size = SIZE(s->dtype);
+    for (int64_t j = 0; j < n; j++, at.slot++) {
+        if (at.slot == s->block_size) { // counted, not divided: a division takes as long as ten products
+            at.slot = 0;
+            at.block++;
+        }
+        k[j] = keys->data + (*at.block * keys->block + at.slot * keys->slot) * size;
+        v[j] = values->data + (*at.block * values->block + at.slot * values->slot) * size;
+    }
+    return at;
+}
+
+// Reads these rows of the item's heads once, front to back: what computes with them jumps from row to row,
+// and would wait for memory about twice as long.
+INLINE void bring_near(const char **rows, int64_t n, const Cache *cache, const Step *s, const Item *item) {
+    const int64_t size = SIZE(s->dtype), end = s->head_dim * size;
+    for (int64_t h = item->first_head; h < item->first_head + item->num_heads; h++)
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t byte = 0; byte < end; byte += 64)
+                (void)*(const volatile char *)(rows[j] + h * cache->head * size + byte);
 }
 
 INLINE void score_strip(const int rows, int64_t dim, const float *q, const float **k, float *scores) {
@@ -99,87 +128,105 @@ INLINE float weigh(float *row, int64_t seen, float *largest, float *total) {
     return shrink;
 }
 
-static void attend(const Step *s, const Item *item, int64_t kv_head) {
+// n keys, the first at position `start`, for all rows of one key/value head; largest and total: of each row.
+INLINE void add_keys(const Step *s, const Item *item, int64_t dim, int64_t start, int64_t n, int64_t position,
+                     const float **k, const float **v, const float *q, float *summed, float *largest,
+                     float *total) {
+    const int64_t rows = item->num_queries * s->group;
+    float scores[MAX_ROWS * KEYS];
+    for (int64_t r = 0; r < rows; r += 3) {
+        float *row = scores + r * KEYS;
+        switch (rows - r) {
+            case 1: score_strip(1, dim, q + r * dim, k, row); break;
+            case 2: score_strip(2, dim, q + r * dim, k, row); break;
+            default: score_strip(3, dim, q + r * dim, k, row);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) { // the query of row r sees the keys up to its own position
+        const int64_t seen = min(n, position + r / s->group + 1 - start);
+        const float shrink = weigh(scores + r * KEYS, seen, &largest[r], &total[r]);
+        for (int64_t d = 0; d < dim; d++) summed[r * dim + d] *= shrink;
+    }
+    for (int64_t r = 0; r < rows; r += 3) {
+        const float *row = scores + r * KEYS;
+        switch (rows - r) {
+            case 1: value_strip(1, n, dim, row, v, summed + r * dim); break;
+            case 2: value_strip(2, n, dim, row, v, summed + r * dim); break;
+            default: value_strip(3, n, dim, row, v, summed + r * dim);
+        }
+    }
+}
+
+static void attend(const Step *s, const Item *item) {
     const int64_t head_dim = s->head_dim, dim = ceil_div(head_dim, LANES) * LANES, group = s->group;
-    const int64_t rows = item->num_queries * group, first_head = kv_head * group;
+    const int64_t rows = item->num_queries * group, all_rows = item->num_heads * rows; // of a head, of all
     const int64_t token = s->query_start[item->seq] + item->first_query; // the first of the tile
     const int64_t position = s->seq_lens[item->seq] - (s->query_start[item->seq + 1] - token); // its own
-    const int64_t size = SIZE(s->row_dtype);
-    float q[MAX_ROWS * MAX_DIM], summed[MAX_ROWS * MAX_DIM], scores[MAX_ROWS * KEYS];
-    float k_room[KEYS * MAX_DIM], v_room[KEYS * MAX_DIM], largest[MAX_ROWS], total[MAX_ROWS];
+    const int64_t row_size = SIZE(s->row_dtype), size = SIZE(s->dtype);
+    float q[MAX_ROWS * MAX_DIM], summed[MAX_ROWS * MAX_DIM], largest[MAX_ROWS], total[MAX_ROWS];
+    float k_room[KEYS * MAX_DIM], v_room[KEYS * MAX_DIM];
+    const char *k_at[KEYS], *v_at[KEYS];
     const float *k[KEYS], *v[KEYS];
 
-    memset(q, 0, rows * dim * sizeof(float)); // from head_dim to dim zeros stay
-    memset(summed, 0, rows * dim * sizeof(float));
+    memset(q, 0, all_rows * dim * sizeof(float)); // from head_dim to dim zeros stay
+    memset(summed, 0, all_rows * dim * sizeof(float));
     if (dim > head_dim) memset(k_room, 0, KEYS * dim * sizeof(float)); // of values they come to nothing
     const float scale = s->scale * 1.4426950408889634; // log2(e): e^x = 2^(x * log2(e))
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t from = (token + r / group) * s->q_token + (first_head + r % group) * s->q_head;
-        const float *row = read_row(s->q + from * size, s->row_dtype, head_dim, head_dim, q + r * dim);
+    for (int64_t r = 0; r < all_rows; r++) {
+        const int64_t query = token + r % rows / group;
+        const int64_t head = (item->first_head + r / rows) * group + r % group;
+        const char *from = s->q + (query * s->q_token + head * s->q_head) * row_size;
+        const float *row = read_row(from, s->row_dtype, head_dim, head_dim, q + r * dim);
         for (int64_t d = 0; d < head_dim; d++) q[r * dim + d] = row[d] * scale;
         largest[r] = -INFINITY;
         total[r] = 0;
     }
 
-    int64_t slot = item->first_key % s->block_size;
-    const int32_t *block = s->block_tables + item->seq * s->table_row + item->first_key / s->block_size;
+    Place at = {s->block_tables + item->seq * s->table_row + item->first_key / s->block_size,
+                item->first_key % s->block_size};
     for (int64_t start = item->first_key; start < item->last_key; start += KEYS) {
         const int64_t n = min(KEYS, item->last_key - start);
-        for (int64_t j = 0; j < n; j++, slot++) {
-            if (slot == s->block_size) { // counted, not divided: a division takes as long as ten products
-                slot = 0;
-                block++;
+        at = find_rows(s, at, n, k_at, v_at);
+        bring_near(k_at, n, &s->k_cache, s, item);
+        bring_near(v_at, n, &s->v_cache, s, item);
+        for (int64_t h = 0; h < item->num_heads; h++) {
+            const int64_t k_head = (item->first_head + h) * s->k_cache.head * size;
+            const int64_t v_head = (item->first_head + h) * s->v_cache.head * size;
+            for (int64_t j = 0; j < n; j++) {
+                k[j] = read_row(k_at[j] + k_head, s->dtype, head_dim, dim, k_room + j * dim);
+                v[j] = read_row(v_at[j] + v_head, s->dtype, head_dim, dim, v_room + j * dim);
             }
-            const char *k_row = row_of(&s->k_cache, s, *block, kv_head, slot);
-            const char *v_row = row_of(&s->v_cache, s, *block, kv_head, slot);
-            k[j] = read_row(k_row, s->dtype, head_dim, dim, k_room + j * dim);
-            v[j] = read_row(v_row, s->dtype, head_dim, dim, v_room + j * dim);
-        }
-        for (int64_t j = n; j < KEYS; j++) k[j] = k[0]; // scores that nobody sees
-        for (int64_t r = 0; r < rows; r += 3) {
-            float *row = scores + r * KEYS;
-            switch (rows - r) {
-                case 1: score_strip(1, dim, q + r * dim, k, row); break;
-                case 2: score_strip(2, dim, q + r * dim, k, row); break;
-                default: score_strip(3, dim, q + r * dim, k, row);
-            }
-        }
-        for (int64_t r = 0; r < rows; r++) { // the query of row r sees the keys up to its own position
-            const int64_t seen = min(n, position + r / group + 1 - start);
-            const float shrink = weigh(scores + r * KEYS, seen, &largest[r], &total[r]);
-            for (int64_t d = 0; d < dim; d++) summed[r * dim + d] *= shrink;
-        }
-        for (int64_t r = 0; r < rows; r += 3) {
-            const float *row = scores + r * KEYS;
-            switch (rows - r) {
-                case 1: value_strip(1, n, dim, row, v, summed + r * dim); break;
-                case 2: value_strip(2, n, dim, row, v, summed + r * dim); break;
-                default: value_strip(3, n, dim, row, v, summed + r * dim);
-            }
+            for (int64_t j = n; j < KEYS; j++) k[j] = k[0]; // scores that nobody sees
+            const int64_t row = h * rows;
+            add_keys(s, item, dim, start, n, position, k, v, q + row * dim, summed + row * dim, largest + row,
+                     total + row);
         }
     }
 
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t to = (token + r / group) * s->out_token + (first_head + r % group) * s->out_head;
+    for (int64_t r = 0; r < all_rows; r++) {
+        const int64_t query = token + r % rows / group;
+        const int64_t head = (item->first_head + r / rows) * group + r % group;
         if (item->left) {
-            float *part = item->left + (kv_head * rows + r) * (MAX_DIM + 2);
+            float *part = item->left + (item->first_head * rows + r) * (MAX_DIM + 2);
             memcpy(part, summed + r * dim, head_dim * sizeof(float));
             part[MAX_DIM] = largest[r];
             part[MAX_DIM + 1] = total[r];
-        } else { // no key at all: zeros
-            for (int64_t d = 0; d < head_dim; d++) summed[r * dim + d] /= total[r] == 0 ? 1 : total[r];
-            write_row(s->out + to * size, s->row_dtype, head_dim, summed + r * dim);
+        } else { // no key at all: zeros, not 0 / 0
+            char *to = s->out + (query * s->out_token + head * s->out_head) * row_size;
+            const float sum = item->last_key ? total[r] : 1;
+            for (int64_t d = 0; d < head_dim; d++) summed[r * dim + d] /= sum;
+            write_row(to, s->row_dtype, head_dim, summed + r * dim);
         }
     }
 }
 
 // Put the parts of a tile together: each weighs as much as its largest score says.
-static void combine(const Step *s, const Item *item, int64_t kv_head) {
+static void combine(const Step *s, const Item *item) {
     const int64_t rows = item->num_queries * s->group, row_size = MAX_DIM + 2;
     const int64_t token = s->query_start[item->seq] + item->first_query;
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t query = token + r / s->group, head = kv_head * s->group + r % s->group;
-        const float *first = item->left + (kv_head * rows + r) * row_size;
+    for (int64_t r = item->first_head * rows; r < (item->first_head + item->num_heads) * rows; r++) {
+        const int64_t query = token + r % rows / s->group, head = r / rows * s->group + r % s->group;
+        const float *first = item->left + r * row_size;
         float most = -INFINITY, total = 0, summed[MAX_DIM] = {0};
         for (int64_t i = 0; i < item->num_parts; i++) {
             const float largest = first[i * s->num_kv_heads * rows * row_size + MAX_DIM];
@@ -197,7 +244,7 @@ static void combine(const Step *s, const Item *item, int64_t kv_head) {
     }
 }
 
-// The items of a step, each for all key/value heads; written unless `items` is NULL. Returns their number.
+// The items of a step; written unless `items` is NULL. Returns their number.
 static int64_t plan(const Step *s, int64_t part, Item *items, float *left, int64_t *num_keys,
                     int64_t *num_left) {
     const int64_t tile = MAX_ROWS / s->group;
@@ -205,15 +252,17 @@ static int64_t plan(const Step *s, int64_t part, Item *items, float *left, int64
     *num_keys = *num_left = 0;
     for (int64_t seq = 0; seq < s->num_seqs; seq++) {
         const int64_t query_len = s->query_start[seq + 1] - s->query_start[seq], seq_len = s->seq_lens[seq];
-        for (int64_t first = (query_len - 1) / tile * tile; first >= 0; first -= tile) { // the longest first
-            const int64_t queries = min(tile, query_len - first);
+        for (int64_t first = (ceil_div(query_len, tile) - 1) * tile; first >= 0; first -= tile) { // longest first
+            const int64_t queries = min(tile, query_len - first), rows = queries * s->group;
             const int64_t end = seq_len ? seq_len - query_len + first + queries : 0;
-            const int64_t parts = max(1, ceil_div(end, part));
-            for (int64_t i = 0; i < parts; i++, n++) {
-                if (items)
-                    items[n] = (Item){seq, first, queries, i * part, min(end, (i + 1) * part), i, parts,
-                                      parts > 1 ? left + *num_left : NULL};
-                if (parts > 1) *num_left += s->num_kv_heads * queries * s->group * (MAX_DIM + 2);
+            const int64_t parts = max(1, ceil_div(end, part)), heads = min(MAX_ROWS / rows, s->num_kv_heads);
+            for (int64_t i = 0; i < parts; i++) {
+                for (int64_t head = 0; head < s->num_kv_heads; head += heads, n++)
+                    if (items)
+                        items[n] = (Item){seq, first, queries, head, min(heads, s->num_kv_heads - head),
+                                          i * part, min(end, (i + 1) * part), i, parts,
+                                          parts > 1 ? left + *num_left : NULL};
+                if (parts > 1) *num_left += s->num_kv_heads * rows * (MAX_DIM + 2);
             }
             *num_keys += end;
         }
@@ -223,10 +272,9 @@ static int64_t plan(const Step *s, int64_t part, Item *items, float *left, int64
 
 // Returns 0, or 1 without the memory for it.
 int paged_attention(const Step *s) {
-    const int64_t heads = s->num_kv_heads;
     int64_t num_keys, num_left;
     plan(s, INT64_MAX / 2, NULL, NULL, &num_keys, &num_left);
-    int64_t part = max(MIN_PART, ceil_div(num_keys * heads, PARTS_EACH * s->num_threads));
+    int64_t part = max(MIN_PART, ceil_div(num_keys, PARTS_EACH * s->num_threads));
     part = s->num_threads > 1 ? ceil_div(part, KEYS) * KEYS : INT64_MAX / 2;
     const int64_t n = plan(s, part, NULL, NULL, &num_keys, &num_left);
     Item *items = malloc((n + 1) * sizeof(Item));
@@ -235,13 +283,11 @@ int paged_attention(const Step *s) {
     if (!failed) {
         plan(s, part, items, left, &num_keys, &num_left);
         #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
-        for (int64_t i = 0; i < n * heads; i++) attend(s, &items[i / heads], i % heads);
+        for (int64_t i = 0; i < n; i++) attend(s, &items[i]);
         if (num_left) {
             #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
-            for (int64_t i = 0; i < n * heads; i++) {
-                const Item *item = &items[i / heads];
-                if (item->left && item->part == 0) combine(s, item, i % heads);
-            }
+            for (int64_t i = 0; i < n; i++)
+                if (items[i].left && items[i].part == 0) combine(s, &items[i]);
         }
     }
     free(items);
@@ -259,7 +305,7 @@ typedef struct { // one call of store_kv; strides in numbers
 
 void store_kv(const Tokens *t) {
     const int64_t size = t->itemsize;
-    #pragma omp parallel for num_threads(t->num_threads) if (t->num_tokens >= 64)
+    #pragma omp parallel for num_threads(t->num_threads) if (t->num_tokens * t->num_kv_heads * t->head_dim >= WORTH_THREADS)
     for (int64_t token = 0; token < t->num_tokens; token++) {
         const int64_t slot = t->slot_mapping[token];
         const int64_t block = slot / t->block_size, offset = slot % t->block_size;

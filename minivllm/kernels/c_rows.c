@@ -8,7 +8,7 @@ takes longer. */
 
 #include "c_numbers.h"
 
-enum { ROW = 16384, WORTH_THREADS = 65536 }; // the longest row; numbers from which on threads share the rows
+enum { ROW = 16384 }; // the longest row
 
 typedef struct { // [num_tokens, num_heads, size] numbers, neighbours beside each other; c_rows.py has the same
     char *data;

@@ -1,8 +1,8 @@
 """Chapter 8: fast paged attention in PyTorch alone, for any device: whole blocks, and few large products.
 
-The reference attends sequence by sequence. In decode that is a dozen small operations for each, and they take
-longer to start than to run. Here sequences with one query each are gathered together into one padded group,
-whose attention is two batched products, a matrix for each sequence and key/value head:
+The reference attends sequence by sequence: in decode, a dozen small operations for each. Here sequences with
+one query each are gathered together into one padded group, whose attention is two batched products, a matrix
+for each sequence and key/value head:
 
     scores [group, T]  =  queries [group, head_dim]  x  keys [head_dim, T]      the heads of a group are rows
     out [group, head_dim]  =  softmax(scores)  x  values [T, head_dim]
@@ -17,12 +17,17 @@ that half of the products is saved, and the scores never take more than MAX_SCOR
 
 What follows from tables and lengths alone is worked out once a step, in a `Plan`, for all layers. The
 arithmetic is in float32 at least: a CPU multiplies it much faster than 16 bits, unless it has units for them.
+
+What this costs: every key and value is copied before it is used, where the kernels in C and Triton read it in
+place. The copies of all groups and layers of a step go to the same memory: memory that is new to a process
+takes longer to hand out, page by page, than to fill.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,13 +64,28 @@ class Chunk:
     blocks: Tensor
 
 
+class Room:
+    """Memory for what is gathered, one group after another."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of this kind that holds anything; it lies where the last one of this name did."""
+        kept, size = self._kept.get(name), math.prod(shape)
+        if kept is None or kept.numel() < size or (kept.dtype, kept.device) != (dtype, device):
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=device)
+        return kept[:size].view(shape)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the layers of a step have in common. future [TILE, 1, TILE]: which keys of a tile are later."""
+    """What the layers of one step have in common. future [TILE, 1, TILE]: which keys of a tile are later."""
 
     groups: tuple[Group, ...]
     chunks: tuple[Chunk, ...]
     future: Tensor
+    room: Room = field(default_factory=Room)
 
 
 def prepare(block_tables: Tensor, seq_lens: Tensor, query_start: Tensor, block_size: int) -> Plan:
@@ -143,40 +163,43 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     plan = plan or prepare(block_tables, seq_lens, query_start, k_cache.shape[2])
     for group in plan.groups:
-        out.index_copy_(0, group.rows, _attend_group(q, k_cache, v_cache, group, scale).to(out.dtype))
+        found = _attend_group(q, k_cache, v_cache, group, scale, plan.room)
+        out.index_copy_(0, group.rows, found.to(out.dtype))
     for chunk in plan.chunks:
         if chunk.seq_len == 0:
             out[chunk.rows] = 0
         else:
-            _attend_chunk(q[chunk.rows], k_cache, v_cache, chunk, plan.future, scale, out[chunk.rows])
+            _attend_chunk(q[chunk.rows], k_cache, v_cache, chunk, plan, scale, out[chunk.rows])
     return out
 
 
-def _attend_group(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Group, scale: float) -> Tensor:
+def _attend_group(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Group, scale: float, room: Room
+) -> Tensor:
     """One query for each sequence of a group: [num_seqs, num_heads, head_dim]."""
     queries = _by_head(q.index_select(0, group.rows), k_cache.shape[1], scale)  # [kv, seq, heads, dim]
     kv_heads, num_seqs, heads, dim = queries.shape
     width = group.unfilled.shape[2]
     matrices = (kv_heads * num_seqs, width, dim)
-    keys = _gather(k_cache, group.blocks, queries.dtype).view(matrices)
+    keys = _gather(k_cache, group.blocks, queries.dtype, room, "keys").view(matrices)
     scores = torch.bmm(queries.reshape(-1, heads, dim), keys.mT)
     scores.view(kv_heads, num_seqs, heads, width).masked_fill_(group.unfilled, float("-inf"))
-    values = _gather(v_cache, group.blocks, queries.dtype)
+    values = _gather(v_cache, group.blocks, queries.dtype, room, "values")
     values.view(kv_heads, -1, dim).index_fill_(1, group.unfilled_rows, 0)
     found = torch.bmm(scores.softmax(dim=-1), values.view(matrices))
     return found.view(kv_heads, num_seqs, heads, dim).transpose(0, 1).flatten(1, 2)
 
 
 def _attend_chunk(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: Chunk, future: Tensor, scale: float, out: Tensor
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: Chunk, plan: Plan, scale: float, out: Tensor
 ) -> None:
     """All queries of one sequence; writes out [query_len, num_heads, head_dim]."""
     queries = _by_head(q, k_cache.shape[1], scale)  # [kv, query, heads, dim]
     kv_heads, query_len, heads, dim = queries.shape
     queries = queries.reshape(kv_heads, query_len * heads, dim)  # the heads of a group beside each other
     keys, values = (
-        _gather(cache, chunk.blocks, queries.dtype).flatten(1, 2)[:, : chunk.seq_len]
-        for cache in (k_cache, v_cache)
+        _gather(cache, chunk.blocks, queries.dtype, plan.room, name).flatten(1, 2)[:, : chunk.seq_len]
+        for name, cache in (("keys", k_cache), ("values", v_cache))
     )
     history = chunk.seq_len - query_len
     tile = max(1, min(TILE, MAX_SCORES // (q.shape[1] * chunk.seq_len)))
@@ -185,7 +208,7 @@ def _attend_chunk(
         size, seen = end - begin, history + end
         scores = torch.bmm(queries[:, begin * heads : end * heads], keys[:, :seen].mT)
         own = scores.view(kv_heads, size, heads, seen)[..., seen - size :]  # queries and keys of the tile
-        own.masked_fill_(future[:size, :, :size], float("-inf"))
+        own.masked_fill_(plan.future[:size, :, :size], float("-inf"))
         found = torch.bmm(scores.softmax(dim=-1), values[:, :seen])
         out[begin:end] = found.view(kv_heads, size, heads, dim).transpose(0, 1).flatten(1, 2)
 
@@ -196,10 +219,13 @@ def _by_head(q: Tensor, kv_heads: int, scale: float) -> Tensor:
     return q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
 
 
-def _gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype, room: Room, name: str) -> Tensor:
     """Whole blocks, each head's in a row: [num_kv_heads, len(blocks), block_size, head_dim]."""
     num_kv_heads, block_size, head_dim = cache.shape[1:]
-    gathered = cache.new_empty(num_kv_heads, len(blocks), block_size, head_dim)
+    shape = num_kv_heads, len(blocks), block_size, head_dim
+    gathered = room.take(name, shape, cache.dtype, cache.device)
     for head, target in zip(cache.unbind(1), gathered.unbind(), strict=True):
         torch.index_select(head, 0, blocks, out=target)
-    return gathered.to(dtype)
+    if gathered.dtype == dtype:
+        return gathered
+    return room.take(f"{name} converted", shape, dtype, cache.device).copy_(gathered)

@@ -23,20 +23,21 @@ CALLS = ("match", "can_begin", "register", "num_registered")
 
 
 class Stopwatch:
-    """Adds up the seconds inside some methods of an object."""
+    """Adds up the seconds inside some methods of an object, on a clock."""
 
-    def __init__(self, owner: Any, names: tuple[str, ...]):
+    def __init__(self, owner: Any, names: tuple[str, ...], clock: Callable[[], float] = time.perf_counter):
         self.seconds = 0.0
+        self._clock = clock
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 return method(*arguments)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds += self._clock() - start
 
         return timed
 

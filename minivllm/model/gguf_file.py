@@ -37,6 +37,7 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+CHUNK = 4096  # blocks, of 32 numbers or more: what is made of them on the way stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,19 @@ class GGUFFile:
     def dequantize(self, name: str) -> np.ndarray:
         """The tensor as float32, in PyTorch's order. Raises InvalidModelFile where gguf cannot unpack it."""
         info = self.tensors[name]
-        raw = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset)
-        rows = raw.reshape(*info.shape[:-1], -1)
+        block, block_bytes = GGML_QUANT_SIZES[info.type]
+        raw = np.frombuffer(self._bytes, np.uint8, info.num_bytes, info.offset).reshape(-1, block_bytes)
+        numbers = np.empty((len(raw), block), np.float32)
+        step = CHUNK if block > 1 else CHUNK * 32
         try:
-            return dequantize(rows, info.type).astype(np.float32, copy=False)
+            for i in range(0, len(raw), step):
+                numbers[i : i + step].reshape(-1)[:] = dequantize(raw[i : i + step].reshape(-1), info.type)
         except NotImplementedError:
             raise InvalidModelFile(
                 f"{self.path}: tensor {name!r} is stored as {info.type.name}, which cannot be unpacked. "
                 "Take a file in another quantisation, for example Q4_K_M or Q8_0."
             ) from None
+        return numbers.reshape(info.shape)
 
     def _tensor_info(self) -> TensorInfo:
         name = self._string()

@@ -11,11 +11,16 @@ import difflib
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minivllm.errors import InvalidModelFile, InvalidOption, ModelNotFound
 from minivllm.model.download import Artifact, Progress, fetch, is_intact
 from minivllm.model.hf_hub import PICKLES, WHY_NO_PICKLES, from_hub
+
+if TYPE_CHECKING:
+    from minivllm.model.gguf_file import GGUFFile
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "Progress", "cache_home", "pull", "resolve"]
 
@@ -58,6 +63,13 @@ class ModelSource:
     kind: str
     path: Path | None = None
     preset: str | None = None
+
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The file of a "gguf" source, its tables read once. Raises InvalidModelFile."""
+        from minivllm.model.gguf_file import GGUFFile
+
+        return GGUFFile(Path(str(self.path)))
 
 
 def cache_home() -> Path:

@@ -1,27 +1,32 @@
 """Chapter 8: the decoder for a CPU: its weights in the order in which the processor reads them.
 
 A matrix product reads a weight in small panels that fit the registers. PyTorch's `linear` brings the weight
-into that order at every call; oneDNN, the library below it, can do it once:
+into that order at every call; here it is done once:
 
     plain                      row 0, row 1, row 2, ...
     packed, panels of 8 rows   column 0 of rows 0-7, column 1 of rows 0-7, ...      one stream, front to back
 
-oneDNN also does what comes right after a product while its result is still in a register: silu, the product
-of gate and up, the sum with what a layer began with. And products of the same rows are joined: queries, keys
-and values come from one. A layer has 5 calls where the plain one has 7, and no pass over memory in between.
+What comes right after a product is done while its result is still in a register or the nearest cache: silu,
+the product of gate and up, the sum with what a layer began with. And products of the same rows are joined:
+queries, keys and values come from one. A layer has 5 calls where the plain one has 7, and no pass over memory
+in between.
 
-The operations are those that `torch.compile` puts into its CPU code. PyTorch does not promise them to
-callers: `can_pack` tries them, and where they are missing the plain decoder runs. It also stays the oracle.
+Two libraries can do this, and `products_for` chooses. `kernels/c_linear.c` is ours. oneDNN, which PyTorch
+brings along, knows more processors, and multiplies bfloat16 where the processor does. Its operations are
+those that `torch.compile` puts into its CPU code; PyTorch does not promise them to callers, so they are tried
+first. Where there is neither, the plain decoder runs. It also stays the oracle.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivllm.errors import InvalidOption
+from minivllm.kernels.c_linear import Panels
 from minivllm.kernels.c_rows import RowKernels
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
@@ -32,8 +37,73 @@ from minivllm.model.rope import apply_rotary, rotary_table
 PACKABLE = (torch.float32, torch.bfloat16)
 
 
+class Products(Protocol):
+    """A way to keep a weight and to multiply rows with it."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [out_features, in_features] in an order of its own."""
+
+    def unpack(self, packed: Tensor, out_features: int) -> Tensor:
+        """The weight [out_features, in_features] that was packed, a copy."""
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        then: str,
+        other: Tensor | None,
+    ) -> Tensor:
+        """x [rows, in] -> [rows, out]; then "swish": silu of it; "add", "mul": with `other`, of its shape."""
+
+
+class OneDNN:
+    """Weights and products as oneDNN has them."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [out_features, in_features] in an order of oneDNN's own."""
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def unpack(self, packed: Tensor, out_features: int) -> Tensor:
+        """The weight [out_features, in_features] that was packed, a copy."""
+        return packed.to_dense()
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        then: str,
+        other: Tensor | None,
+    ) -> Tensor:
+        """As `Products` says."""
+        if other is None:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, then, [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias, then)
+
+
+def products_for(dtype: torch.dtype, device: torch.device) -> Products | None:
+    """What multiplies packed weights of this dtype fastest here; None where they cannot be packed.
+
+    Our own where they can be compiled; but oneDNN in bfloat16 on a processor that multiplies it.
+    """
+    if device.type != "cpu" or dtype not in PACKABLE:
+        return None
+    from minivllm.model import loader  # here: it brings the libraries that read files of weights
+
+    native = dtype == torch.bfloat16 and loader.multiplies_bfloat16() and can_pack(dtype, device)
+    if not native:
+        try:
+            return Panels()
+        except InvalidOption:
+            pass
+    return OneDNN() if can_pack(dtype, device) else None
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype can be packed here: oneDNN multiplies it, and has the operations."""
+    """Whether oneDNN can pack weights of this dtype here: it multiplies it, and has the operations."""
     if device.type != "cpu" or dtype not in PACKABLE or not torch.backends.mkldnn.is_available():
         return False
     try:
@@ -53,24 +123,24 @@ class PackedLinear:
     sizes: the rows of each. Raises ValueError where only some have a bias.
     """
 
-    def __init__(self, *linears: nn.Linear):
+    def __init__(self, *linears: nn.Linear, products: Products | None = None):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if biases and len(biases) < len(linears):
             raise ValueError("Linear layers are packed together only if all or none have a bias.")
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        weights = [linear.weight.detach() for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
+        self.out_features = sum(self.sizes)
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.products = products or OneDNN()
+        self._weight = self.products.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def __call__(self, x: Tensor, then: str = "none", other: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out]; then "swish": silu of it; "add", "mul": with `other`, of its shape."""
-        if other is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, then, [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, then)
+        return self.products.linear(x, self._weight, self.bias, self.out_features, then, other)
 
     def weight(self) -> Tensor:
         """The weight [out, in] in its plain order, a copy."""
-        return self._weight.to_dense()
+        return self.products.unpack(self._weight, self.out_features)
 
 
 class PackedRows(nn.Module):
@@ -102,13 +172,15 @@ class PackedRows(nn.Module):
         return self.packed(x).split(self.packed.sizes, dim=-1)[self.number]
 
 
-def pack(parent: nn.Module, *names: str, keep: bool = False) -> PackedLinear:
+def pack(
+    parent: nn.Module, *names: str, products: Products | None = None, keep: bool = False
+) -> PackedLinear:
     """Pack the linear layers of these names; what is packed already stays. keep: whether the layers stay as
     they are, beside the packed copy of their weights; otherwise these are let go."""
     linears = [getattr(parent, name) for name in names]
     if isinstance(linears[0], PackedRows):
         return linears[0].packed
-    packed = PackedLinear(*linears)
+    packed = PackedLinear(*linears, products=products)
     for number, name in enumerate(names if not keep else ()):
         setattr(parent, name, PackedRows(packed, number))
     return packed
@@ -129,14 +201,14 @@ class PlainRows:
 class PackedLayer:
     """A decoder layer whose products are packed: the same numbers as `DecoderLayer`, up to rounding."""
 
-    def __init__(self, layer: nn.Module, rows: PlainRows | RowKernels, keep: bool):
+    def __init__(self, layer: nn.Module, rows: PlainRows | RowKernels, **options: Any):
         assert isinstance(layer, DecoderLayer)
         self.plain, self.rows = layer, rows
-        self.qkv = pack(layer.self_attn, "q_proj", "k_proj", "v_proj", keep=keep)
-        self.out = pack(layer.self_attn, "o_proj", keep=keep)
-        self.gate = pack(layer.mlp, "gate_proj", keep=keep)
-        self.up = pack(layer.mlp, "up_proj", keep=keep)
-        self.down = pack(layer.mlp, "down_proj", keep=keep)
+        self.qkv = pack(layer.self_attn, "q_proj", "k_proj", "v_proj", **options)
+        self.out = pack(layer.self_attn, "o_proj", **options)
+        self.gate = pack(layer.mlp, "gate_proj", **options)
+        self.up = pack(layer.mlp, "up_proj", **options)
+        self.down = pack(layer.mlp, "down_proj", **options)
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], batch: Batch, store: KVStore) -> Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
@@ -158,16 +230,24 @@ class PackedLayer:
 class PackedDecoder:
     """A decoder with its weights packed, called like the decoder.
 
-    keep: whether the decoder stays as it is, and weights are there twice. Otherwise its linear layers are
-    replaced by what reads the packed ones: it still computes, and weights are there once; only an embedding
-    that is also the output layer is in memory in both orders.
+    keep: whether the decoder stays as it is, and weights are there twice; what is loaded into it later does
+    not reach the packed ones. Otherwise its linear layers are replaced by what reads the packed ones: it
+    still computes and gives its `state_dict`, but cannot be copied, moved or loaded again. Then weights are
+    there once; only an embedding that is also the output layer is in memory in both orders.
     """
 
-    def __init__(self, model: Decoder, rows: PlainRows | RowKernels | None = None, keep: bool = False):
+    def __init__(
+        self,
+        model: Decoder,
+        rows: PlainRows | RowKernels | None = None,
+        products: Products | None = None,
+        keep: bool = False,
+    ):
         self.model, self.rows = model, rows or PlainRows()
+        options: dict[str, Any] = {"products": products, "keep": keep}
         with torch.inference_mode():
-            self.layers = [PackedLayer(layer, self.rows, keep) for layer in model.layers]
-            self.lm_head = pack(model, "lm_head", keep=keep)
+            self.layers = [PackedLayer(layer, self.rows, **options) for layer in model.layers]
+            self.lm_head = pack(model, "lm_head", **options)
 
     def __call__(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits [len(batch.logits_indices), vocab_size], as `Decoder.forward` gives them."""

@@ -1,17 +1,22 @@
 """Chapter 0: text to token ids and back. All that the project asks of a tokenizer goes through here.
 
 Tokenizers come from the transformers library. Building one out of a GGUF file takes it several
-seconds, so the result is kept in the cache folder, under the digest of the file's header.
+seconds, so the result is kept in the cache folder, under the digest of the file's header, with the digest of
+each file that is kept. What is kept is read by the tokenizers library, which does the work inside of
+transformers' own: to import that takes seconds again, and only chat templates need it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -21,6 +26,8 @@ from minivllm.errors import InvalidModelFile, InvalidOption, InvalidPrompt, Mini
 from minivllm.model.hub import ModelSource, cache_home, resolve
 
 logger = logging.getLogger(__name__)
+
+KEPT = "kept.json"
 
 
 class Tokenizer(Protocol):
@@ -83,6 +90,37 @@ class TransformersTokenizer:
         return self.encode(text, add_special_tokens=False)  # the template has written them already
 
 
+class KeptTokenizer:
+    """The tokenizer.json that a tokenizer of the transformers library has saved, without that library.
+
+    transformers: makes the tokenizer that saved it; it knows the chat template. Raises InvalidModelFile.
+    """
+
+    def __init__(self, origin: Path, folder: Path, transformers: Callable[[], Any]):
+        from tokenizers import Tokenizer as Reader
+
+        with _tokenizer_faults(f"{origin} has no tokenizer that can be read"):
+            self._tokenizer = Reader.from_file(str(folder / "tokenizer.json"))
+        self._transformers = transformers
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        with _tokenizer_faults("This model's tokenizer cannot encode this text"):
+            return self._tokenizer.encode(_as_text(text), add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, spaces as the model wrote them."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's own format. Raises InvalidOption where it has none."""
+        return self._whole.apply_chat_template(messages)
+
+    @cached_property
+    def _whole(self) -> TransformersTokenizer:
+        return TransformersTokenizer(self._transformers())
+
+
 def load_tokenizer(model: str | PathLike[str] | ModelSource) -> Tokenizer:
     """The tokenizer of a model. Raises ModelNotFound and InvalidModelFile."""
     source = model if isinstance(model, ModelSource) else resolve(model)
@@ -90,19 +128,18 @@ def load_tokenizer(model: str | PathLike[str] | ModelSource) -> Tokenizer:
         return ByteTokenizer()
     path = Path(str(source.path))
     if source.kind == "gguf":
-        return _from_gguf(path)
+        return _from_gguf(path, source.gguf.header_digest)
     return TransformersTokenizer(_from_pretrained(path, path))
 
 
-def _from_gguf(path: Path) -> Tokenizer:
-    from minivllm.model.gguf_file import GGUFFile
-
-    digest = GGUFFile(path).header_digest
+def _from_gguf(path: Path, digest: str) -> Tokenizer:
     kept = cache_home() / "tokenizers" / f"{digest[:32]}-transformers-{version('transformers')}"
     if kept.is_dir():
         try:
-            return TransformersTokenizer(_from_pretrained(path, kept))
-        except InvalidModelFile:
+            if json.loads((kept / KEPT).read_text()) != _digests(kept):
+                raise InvalidModelFile(f"{kept} is not as it was kept")
+            return KeptTokenizer(path, kept, lambda: _from_pretrained(path, kept))
+        except (InvalidModelFile, OSError, ValueError):
             logger.warning("The tokenizer kept in %s is damaged; it is made again.", kept)
             shutil.rmtree(kept, ignore_errors=True)
     tokenizer = _from_pretrained(path, path.parent, gguf_file=path.name)
@@ -142,9 +179,16 @@ def _keep(save: Callable[[str], object], folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             whole = Path(scratch, folder.name)
             save(str(whole))
+            (whole / KEPT).write_text(json.dumps(_digests(whole)))
             os.rename(whole, folder)
     except OSError as error:  # no room, no right to write, or another process was first
         logger.info("The tokenizer is not kept in %s: %s", folder, error)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The digest of each file of a tokenizer that is kept."""
+    files = (path for path in folder.iterdir() if path.name != KEPT)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _as_text(text: object) -> str:
