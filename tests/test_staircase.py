@@ -151,7 +151,7 @@ def test_a_package_pulls_in_nothing_by_itself(package):
     assert not {"torch", "triton", "transformers", "numpy"} & set(names)
 
 
-HEAVY = {"gguf", "huggingface_hub", "matplotlib", "tokenizers", "transformers", "triton"}
+HEAVY = {"gguf", "huggingface_hub", "matplotlib", "safetensors", "tokenizers", "transformers", "triton"}
 
 
 def test_the_front_door_opens_without_what_only_some_models_and_commands_need():

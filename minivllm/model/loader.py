@@ -14,7 +14,6 @@ from minivllm.model.config import ModelConfig
 from minivllm.model.decoder import Decoder
 from minivllm.model.hub import ModelSource, resolve
 from minivllm.model.presets import PRESETS
-from minivllm.model.safetensors_weights import read_json, safetensors_tensors
 from minivllm.model.weights import load_weights, random_weights
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -55,11 +54,15 @@ def _open(
 
         config = gguf_config(source.gguf)
         return config, lambda decoder: gguf_tensors(source.gguf, config)
+    from minivllm.model.safetensors_weights import safetensors_tensors
+
     return folder_config(path), lambda decoder: safetensors_tensors(path)
 
 
 def folder_config(folder: Path) -> ModelConfig:
     """The shape in a Hugging Face folder's config.json, with the stop tokens of generation_config.json."""
+    from minivllm.model.safetensors_weights import read_json
+
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     return ModelConfig.from_hf(read_json(folder / "config.json"), eos)
