@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from minivllm.decoding.sampler import sample, sampling_distribution
+from minivllm.decoding.sampler import likeliest, sample, sampling_distribution
 from minivllm.errors import InvalidLogits, InvalidOption
 from minivllm.params import SamplingParams
 
@@ -182,3 +182,23 @@ def test_logits_from_which_no_token_can_be_chosen_are_refused(bad, temperature):
 def test_rows_without_parameters_of_their_own_are_refused():
     with pytest.raises(ValueError, match="3 rows, 2 params and 3 generators"):
         sample(logits_of(0, rows=3), [SamplingParams()] * 2, [Random(0)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1024, 1300, 49152, 50257])
+def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
+    """Wherever it stands: in a whole block of numbers, in what is left after the last, or in both."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    wide = torch.randn(13, vocab_size + 3, generator=generator).to(dtype)
+    logits = wide[:, 1 : vocab_size + 1]
+    places = torch.randint(vocab_size, (13, 2), generator=generator)
+    for row, (one, other) in enumerate(places.tolist()):  # two equal ones, in bfloat16 there may be more
+        logits[row, one] = logits[row, other] = 9.0
+    logits[10], logits[11], logits[12, -1] = float("-inf"), float("nan"), float("nan")
+    largest, token_ids = likeliest(logits)
+    assert torch.equal(token_ids[:10], places[:10].amin(dim=-1))
+    assert (largest[:10] == 9.0).all()
+    assert largest[10] == float("-inf")
+    assert token_ids[10] == 0
+    assert largest[11:].isnan().all()
+    assert token_ids[12] == vocab_size - 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guard_pages import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import MISFITS, TOLERANCE, Case, check_far_apart, pool_of_nan, well_formed
@@ -223,15 +224,48 @@ def test_tensors_that_do_not_fit_together_are_refused_before_anything_is_written
         c.store_kv(CACHE[0, :, :3], CACHE[0], CACHE, CACHE, torch.zeros(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("lanes", [8, 16])
-def test_registers_of_any_width(lanes, tmp_path, monkeypatch):
-    """AVX-512 has room for sixteen numbers; elsewhere the compiler makes two registers of them."""
-    monkeypatch.setenv("CC", f"{COMPILER} -DLANES={lanes} -w")
+@pytest.mark.parametrize("options", ["-DLANES=8", "-DLANES=16", "-DLANES=16 -DWITHOUT_DPBF16"])
+def test_registers_of_any_width(options, tmp_path, monkeypatch):
+    """AVX-512 has room for sixteen numbers; elsewhere the compiler makes two registers of them. And with or
+    without an instruction for products of bfloat16."""
+    monkeypatch.setenv("CC", f"{COMPILER} {options} -w")
     compiled = c_build.load(tmp_path)
     monkeypatch.setattr(c_paged, "library", lambda: compiled)
     for dim in (1, 20, 64, 80, 256):
         Case.make(16, 3, dim, [150, 64, 63, 0, 1], [70, 1, 2, 0, 1], seed=dim).check("c")
-        Case.make(5, 4, dim, [40, 33], [1, 33], torch.bfloat16, seed=dim).check("c")
+        Case.make(5, 4, dim, [40, 33, 0, 1], [1, 33, 0, 1], torch.bfloat16, seed=dim).check("c")
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_any_scale_leaves_later_keys_unseen(c, scale, dtype):
+    """The scores of keys that a query does not see are -inf, whatever the others are multiplied by."""
+    case = Case.make(8, 3, 20, [50, 33, 9], [50, 1, 9], dtype)
+    starts = torch.tensor([0, 50, 51, 60], dtype=torch.int32)
+    tables, lengths = padded(case.tables, torch.device("cpu")), torch.tensor(case.lengths, dtype=torch.int32)
+    given = case.q, case.k_cache, case.v_cache, tables, lengths, starts, scale
+    expected = reference.paged_attention(*given)
+    torch.testing.assert_close(
+        c.paged_attention(*given), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pages are guarded by mprotect")
+@DTYPES
+def test_nothing_behind_a_tensor_is_read(c, dtype):
+    """Pool, tables, queries and result each end where their memory does; the last slot is a token's."""
+    num_blocks, block_size, dim = 4, 5, 20
+    k_cache, v_cache = (guarded(torch.randn(num_blocks, 2, block_size, dim).to(dtype)) for _ in range(2))
+    q, out = guarded(torch.randn(3, 6, dim).to(dtype)), guarded(torch.zeros(3, 6, dim, dtype=dtype))
+    tables = guarded(torch.tensor([[0, 1], [2, 3]], dtype=torch.int32))
+    lengths, starts = torch.tensor([7, 10], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+    given = q, k_cache, v_cache, tables, guarded(lengths), guarded(starts), dim**-0.5
+    expected = reference.paged_attention(*given)
+    c.paged_attention(*given, out=out)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    k = guarded(torch.randn(1, 2, dim).to(dtype))
+    c.store_kv(k, k, k_cache, v_cache, guarded(torch.tensor([19])))
+    assert torch.equal(k_cache[3, :, 4], k[0])
 
 
 def test_one_plan_serves_layers_of_any_layout(c):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,36 @@ def test_a_decoder_that_is_kept_stays_as_it_is(preset):
         assert torch.equal(model(batch, RecomputeStore()), plain)
     assert {name: (id(module), type(module)) for name, module in model.named_modules()} == before
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+
+
+def test_freed_pieces_go_back_to_the_system():
+    """Pieces too small for pages of their own, each second one kept, so that what is free lies between."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library has no malloc_trim")
+    process = psutil.Process()
+    pieces = [torch.ones(10_000) for _ in range(4_000)]  # 160 MB
+    full = process.memory_info().rss
+    del pieces[::2]
+    packed.give_back_freed_memory()
+    assert full - process.memory_info().rss > 40e6
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_they_go_back_once_a_decoder_is_packed_and_lets_go_of_its_weights(monkeypatch, keep):
+    calls = []
+    monkeypatch.setattr(packed, "give_back_freed_memory", lambda: calls.append(1))
+    model = Decoder(PRESETS["tiny-llama"])
+    load_weights(model, random_weights(model, seed=3))
+    PackedDecoder(model, keep=keep)
+    assert len(calls) == (0 if keep else 1)
+
+
+def test_a_system_without_such_a_call_is_left_alone(monkeypatch):
+    def refuse(name: None) -> None:
+        raise TypeError("no library of that name")
+
+    monkeypatch.setattr(packed.ctypes, "CDLL", refuse)
+    packed.give_back_freed_memory()
 
 
 def test_layers_of_which_only_some_have_a_bias_are_not_joined():

@@ -484,6 +484,19 @@ def test_the_doctor_finds_nothing_wrong_here(smollm2_source):
     assert findings["torch"].found == torch.__version__
 
 
+def test_the_doctor_says_what_is_missing_for_the_kernels_in_c(monkeypatch):
+    """Nothing is broken without them: the engine is slower."""
+    from minivllm.kernels import c_linear
+
+    def missing() -> None:
+        raise InvalidOption("attention='c' is not possible: there is no C compiler. Install one.")
+
+    monkeypatch.setattr(c_linear, "library", missing)
+    finding = doctor._kernels()
+    assert (finding.what, finding.status) == ("C kernels", "note")
+    assert "there is no C compiler" in finding.found
+
+
 def test_the_doctor_does_not_download(home):
     finding = doctor._model_file()
     assert (finding.status, home.exists()) == ("note", False)

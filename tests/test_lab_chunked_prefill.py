@@ -95,7 +95,7 @@ def test_a_row_of_a_run_made_by_hand():
     ]
     row = summary(requests, records, steps)
     assert (row["steps"], row["seconds"], row["largest_step"]) == (2, 2.5, 6)
-    assert (row["input_tokens"], row["output_tokens"]) == (6, 2 + 3)
+    assert (row["input_tokens"], row["output_tokens"], row["prompt_steps"]) == (6, 2 + 3, 2)
     assert row["tok_s"] == pytest.approx(11 / 2.5)
     # gaps that end after the arrival, until 4.0: 1, 0.5, 2 of each
     assert row["itl_ms"] == {"mean": pytest.approx(1166.667), "p50": 1000, "p99": 2000, "max": 2000}
@@ -109,17 +109,27 @@ def test_a_run_in_which_nothing_happened_has_nothing_to_say():
     row = summary(requests, records, [])
     assert (row["steps"], row["seconds"], row["tok_s"], row["arrived"]) == (0, None, None, 0)
     assert row["itl_ms"]["p99"] is None
-    assert ratios(row, row) == {"itl_p99_ratio": None, "throughput_ratio": None}
+    assert ratios(row, row) == {"itl_p99_ratio": None, "itl_max_ratio": None, "throughput_ratio": None}
 
 
 def test_the_ratios_say_how_much_shorter_and_which_share():
-    whole = {"max_num_batched_tokens": None, "itl_ms": {"p99": 600.0}, "tok_s": 500.0}
-    row = {"max_num_batched_tokens": 128, "itl_ms": {"p99": 150.0}, "tok_s": 450.0}
+    counts = {"steps": 200, "prompt_steps": 2}
+    whole: dict = {
+        "max_num_batched_tokens": None,
+        "itl_ms": {"p99": 600.0, "max": 700.0},
+        "tok_s": 500.0,
+        **counts,
+    }
+    row = {"max_num_batched_tokens": 128, "itl_ms": {"p99": 150.0, "max": 140.0}, "tok_s": 450.0}
     found = ratios(row, whole)
-    assert found == {"itl_p99_ratio": 4.0, "throughput_ratio": 0.9}
+    assert found == {"itl_p99_ratio": 4.0, "itl_max_ratio": 5.0, "throughput_ratio": 0.9}
     text = verdict([whole | ratios(whole, whole), row | found])
     assert "ITL p99 4.00 times lower (claim: 3)" in text
-    assert "throughput 0.900 of theirs (claim: 0.9)" in text
+    assert text.endswith("throughput 0.900 of theirs (claim: 0.9).")
+    blind = whole | {"itl_ms": {"p99": 25.8, "max": 700.0}}  # interpolated: at 1 % it sees next to nothing
+    text = verdict([blind | ratios(blind, blind), row | ratios(row, blind)])
+    assert "1.0% of the steps held one, too few for the p99" in text
+    assert "longest gap is 5.00 times shorter" in text
     assert verdict([whole | ratios(whole, whole)]) == "Budget 128: not measured."
 
 

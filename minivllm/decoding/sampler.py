@@ -68,16 +68,23 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row of logits [num_seqs, vocab_size] and its token id; the lowest id among equals.
 
     As `logits.max(dim=-1)`, which goes through a row number by number, to have the place too. The largest of
-    each block alone is found with many numbers at once, and then only the winner's block is searched.
+    each block alone is found with many numbers at once, and then only the winner's block is searched. What is
+    left after the last whole block stands for itself.
     """
     num_seqs, vocab_size = logits.shape
-    padding = -vocab_size % BLOCK
-    if padding:
-        logits = torch.nn.functional.pad(logits, (0, padding), value=float("-inf"))
-    blocks = logits.view(num_seqs, -1, BLOCK)
+    whole = vocab_size - vocab_size % BLOCK
+    if whole == 0:
+        return logits.amax(dim=-1), logits.argmax(dim=-1)
+    blocks = logits[:, :whole].unflatten(1, (-1, BLOCK))
     largest, block = blocks.amax(dim=-1).max(dim=-1)
     rows = torch.arange(num_seqs, device=logits.device)
-    return largest, block * BLOCK + blocks[rows, block].argmax(dim=-1)
+    token_ids = block * BLOCK + blocks[rows, block].argmax(dim=-1)
+    if whole == vocab_size:
+        return largest, token_ids
+    rest = logits[:, whole:].amax(dim=-1)
+    later = ~(largest >= rest) & ~largest.isnan()  # NaN counts as the largest, as it does in `max`
+    found = torch.where(later, whole + logits[:, whole:].argmax(dim=-1), token_ids)
+    return torch.where(later, rest, largest), found
 
 
 def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,8 @@ def fastest(dtype: torch.dtype, device: torch.device, head_dim: int, group: int)
             get("c")
             return "c"
         except InvalidOption as error:  # shown once a program, as Python does with warnings
-            warnings.warn(f"PyTorch's slower attention is used: {error}", RuntimeWarning, stacklevel=2)
+            said = "PyTorch's slower attention is used, and no products, norm and rotary embedding in C"
+            warnings.warn(f"{said}: {error}", RuntimeWarning, stacklevel=2)
     return "torch"
 
 

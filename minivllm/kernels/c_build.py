@@ -1,9 +1,9 @@
 """Chapter 8: the C kernels, compiled by the system's own compiler when they are first asked for.
 
-What it makes is kept in the user's cache folder, and found there by its name: a hash of the source, the
-flags, and what the compiler says of itself and of this CPU. So another compiler, another kind of machine on
-the same disk, or an edited source gets a file of its own. A file under its final name is whole, since it
-arrives there by one rename; processes that start at once compile it once.
+What the compiler makes is kept in the user's cache folder, and found there by its name: a hash of the
+sources, the flags, and what the compiler says of itself and of this CPU. So another compiler, another kind of
+machine on the same disk, or an edited source gets a file of its own. A file under its final name is whole,
+since it arrives there by one rename; processes that start at once compile it once.
 """
 
 from __future__ import annotations

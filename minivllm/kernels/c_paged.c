@@ -9,16 +9,20 @@ memory once for the whole group. With 3 heads:   q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 .
         scores = rows x keys        in strips of up to 3 rows and 4 keys: 12 sums, that stay in registers
         weights = 2^(score - most)  the softmax so far, in float32: when a larger score comes, what was summed
                                     is scaled down
-        summed += weights x values  in strips of up to 3 rows and 32 numbers
+        summed += weights x values  in strips of up to 3 rows and 4 vectors
 
 Few queries have little to compute, so all depends on how memory is read. A block's keys and values, of all
-heads, lie in one piece; so few queries take all heads in one item, and 32 keys are first read once, front to
-back. A tile of many queries takes one head at a time.
+heads, lie in one piece; so few queries take all heads in one item. A processor that reads ahead by itself
+stops where the piece ends; so memory is asked for the keys and values of the next 32 tokens, a row at a
+time, between the products of those in hand. A tile of many queries takes one head at a time.
 
-Threads take the next item when they are done with one. Where a few long contexts would keep a few threads
+In bfloat16 keys are multiplied as they lie, in words of two numbers, and values become float32 in a register.
+The scale is applied to the sums, which must be float32 numbers without it.
+
+Threads take the next item when they are done with one. Where a few long contexts would keep only a few threads
 busy, their keys are cut into parts: each part leaves its sum, its largest score and its total, and these are
 put together at the end. Slots that hold no token of the sequence are never read. Strides are int64 and count
-numbers, not bytes: a pool has more than 2^31 of them. */
+numbers, not bytes: a pool may have more than 2^31 of them. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -26,7 +30,8 @@ numbers, not bytes: a pool has more than 2^31 of them. */
 #include "c_numbers.h"
 
 enum { MAX_ROWS = 64, MAX_DIM = 256 }; // at least MAX_GROUP and MAX_HEAD_DIM of limits.py
-enum { KEYS = 32, MIN_PART = 128, PARTS_EACH = 4 };
+enum { STRIP = 3 }; // rows at once: 12 vectors of sums
+enum { KEYS = 32, MIN_PART = 128, PARTS_EACH = 4 }; // keys at once, in a part at least; parts a thread
 
 typedef struct { // keys or values of a layer: [num_blocks, num_kv_heads, block_size, head_dim]
     char *data;
@@ -36,7 +41,7 @@ typedef struct { // keys or values of a layer: [num_blocks, num_kv_heads, block_
 typedef struct { // one call; c_paged.py has the same fields in the same order
     Cache k_cache, v_cache;
     int64_t block_size, num_kv_heads, head_dim, dtype, num_threads;
-    const char *q; // [num_tokens, num_heads, head_dim], as out; float16 not here: its rows come as float32
+    const char *q; // as out [num_tokens, num_heads, head_dim], in row_dtype: the caches', for float16 float32
     char *out;
     int64_t row_dtype;
     int64_t q_token, q_head, out_token, out_head, group;
@@ -48,7 +53,7 @@ typedef struct { // one call; c_paged.py has the same fields in the same order
 typedef struct {
     int64_t seq, first_query, num_queries, first_head, num_heads; // the tile; its key/value heads
     int64_t first_key, last_key, part, num_parts; // which of how many ranges its keys are cut into
-    float *left; // what each part leaves, [num_parts, all heads, rows, MAX_DIM + 2]; NULL with one part
+    float *left; // what each part leaves, [num_parts, all heads, rows, MAX_DIM + 2], from part 0 on; or NULL
 } Item;
 
 typedef struct { // a place in the keys of a sequence
@@ -71,49 +76,66 @@ INLINE Place find_rows(const Step *s, Place at, int64_t n, const char **k, const
     return at;
 }
 
-// Reads these rows of the item's heads once, front to back: what computes with them jumps from row to row,
-// and would wait for memory about twice as long.
-INLINE void bring_near(const char **rows, int64_t n, const Cache *cache, const Step *s, const Item *item) {
-    const int64_t size = SIZE(s->dtype), end = s->head_dim * size;
-    for (int64_t h = item->first_head; h < item->first_head + item->num_heads; h++)
-        for (int64_t j = 0; j < n; j++)
-            for (int64_t byte = 0; byte < end; byte += 64)
-                (void)*(const volatile char *)(rows[j] + h * cache->head * size + byte);
+typedef struct { // rows of a head that come after those in hand
+    const char **rows;
+    int64_t head, num_rows, bytes; // bytes from the first head's row to this one's; how many; bytes of a row
+} Next;
+
+// Asks memory for row j, so that it is there when its turn comes. Between products, a row at a time: to ask
+// for many at once is to wait.
+INLINE void ask_for(const Next *next, int64_t j) {
+    if (j < next->num_rows)
+        for (int64_t byte = 0; byte < next->bytes; byte += 64)
+            __builtin_prefetch(next->rows[j] + next->head + byte);
 }
 
-INLINE void score_strip(const int rows, int64_t dim, const float *q, const float **k, float *scores) {
+// Scores of `rows` rows and KEYS keys, all as long as `dim` numbers, which is whole vectors.
+INLINE void score_strip(const int dtype, const int rows, int64_t dim, const char *q, const char **k,
+                        Next next, float *scores) {
+    const int64_t bytes = dim * SIZE(dtype);
     for (int64_t j = 0; j < KEYS; j += 4) {
-        vec sum[3][4] = {0};
-        for (int64_t d = 0; d < dim; d += LANES)
+        vec sum[STRIP][4] = {0};
+        for (int c = 0; c < 4; c++) ask_for(&next, j + c);
+        for (int64_t at = 0; at < bytes; at += sizeof(vec))
             for (int r = 0; r < rows; r++)
-                for (int c = 0; c < 4; c++) sum[r][c] += load(q + r * dim + d) * load(k[j + c] + d);
+                for (int c = 0; c < 4; c++)
+                    sum[r][c] = add_word(dtype, sum[r][c], load(q + r * bytes + at), load(k[j + c] + at));
         for (int r = 0; r < rows; r++) add_lanes(sum[r], scores + r * KEYS + j);
     }
 }
 
-INLINE void add_columns(const int rows, const int vecs, int64_t n, int64_t dim, const float *weights,
-                        const float **v, int64_t d, float *summed) {
-    vec sum[3][4];
+// n values, of each `vecs` vectors from number d on, weighted and added to what is summed.
+INLINE void add_columns(const int dtype, const int rows, const int vecs, int64_t n, int64_t dim,
+                        const float *weights, const char **v, Next next, int64_t d, float *summed) {
+    vec sum[STRIP][4];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vecs; c++) sum[r][c] = load(summed + r * dim + d + c * LANES);
-    for (int64_t j = 0; j < n; j++)
+    for (int64_t j = 0; j < n; j++) {
+        ask_for(&next, j);
+        vec value[4];
+        for (int c = 0; c < vecs; c++) value[c] = widen(dtype, v[j], d + c * LANES);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < vecs; c++) sum[r][c] += weights[r * KEYS + j] * load(v[j] + d + c * LANES);
+            for (int c = 0; c < vecs; c++) sum[r][c] += weights[r * KEYS + j] * value[c];
+    }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vecs; c++) store(summed + r * dim + d + c * LANES, sum[r][c]);
 }
 
-INLINE void value_strip(const int rows, int64_t n, int64_t dim, const float *weights, const float **v,
-                        float *summed) {
+// The same for all columns.
+INLINE void value_strip(const int dtype, const int rows, int64_t n, int64_t dim, const float *weights,
+                        const char **v, Next next, float *summed) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) add_columns(rows, 4, n, dim, weights, v, d, summed);
-    for (; d < dim; d += LANES) add_columns(rows, 1, n, dim, weights, v, d, summed);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES, next.num_rows = 0)
+        add_columns(dtype, rows, 4, n, dim, weights, v, next, d, summed);
+    for (; d < dim; d += LANES, next.num_rows = 0)
+        add_columns(dtype, rows, 1, n, dim, weights, v, next, d, summed);
 }
 
-// The softmax so far, with KEYS scores more in `row`, of which `seen` count. Returns what the sum shrinks by.
-INLINE float weigh(float *row, int64_t seen, float *largest, float *total) {
+// The softmax so far, with KEYS more scores in `row`, of which `seen` count. Returns what the sum shrinks by.
+INLINE float weigh(float *row, int seen, float scale, float *largest, float *total) {
     float most = *largest, sum = 0;
-    for (int64_t j = max(seen, 0); j < KEYS; j++) row[j] = -INFINITY;
+    for (int j = 0; j < KEYS; j++) row[j] *= scale;
+    for (int j = max(seen, 0); j < KEYS; j++) row[j] = -INFINITY;
     #pragma omp simd reduction(max : most)
     for (int j = 0; j < KEYS; j++) most = row[j] > most ? row[j] : most;
     const float base = most == -INFINITY ? 0 : most; // no key seen yet: no -inf - -inf, which is NaN
@@ -128,79 +150,83 @@ INLINE float weigh(float *row, int64_t seen, float *largest, float *total) {
     return shrink;
 }
 
+#define CASE(strip, rows, ...) case rows: strip(dtype, rows, __VA_ARGS__); break
+#define ROWS(strip, ...) switch (min(STRIP, rows - r)) { \
+    CASE(strip, 1, __VA_ARGS__); CASE(strip, 2, __VA_ARGS__); CASE(strip, 3, __VA_ARGS__); }
 // n keys, the first at position `start`, for all rows of one key/value head; largest and total: of each row.
-INLINE void add_keys(const Step *s, const Item *item, int64_t dim, int64_t start, int64_t n, int64_t position,
-                     const float **k, const float **v, const float *q, float *summed, float *largest,
-                     float *total) {
+INLINE void add_keys(const Step *s, const Item *item, const int dtype, int64_t dim, int64_t start, int64_t n,
+                     int64_t position, const char **k, const char **v, Next k_next, Next v_next,
+                     const char *q, float *summed, float *largest, float *total) {
     const int64_t rows = item->num_queries * s->group;
+    const float scale = s->scale * 1.4426950408889634; // log2(e): e^x = 2^(x * log2(e))
     float scores[MAX_ROWS * KEYS];
-    for (int64_t r = 0; r < rows; r += 3) {
-        float *row = scores + r * KEYS;
-        switch (rows - r) {
-            case 1: score_strip(1, dim, q + r * dim, k, row); break;
-            case 2: score_strip(2, dim, q + r * dim, k, row); break;
-            default: score_strip(3, dim, q + r * dim, k, row);
-        }
-    }
+    for (int64_t r = 0; r < rows; r += STRIP, k_next.num_rows = 0)
+        ROWS(score_strip, dim, q + r * dim * SIZE(dtype), k, k_next, scores + r * KEYS)
     for (int64_t r = 0; r < rows; r++) { // the query of row r sees the keys up to its own position
-        const int64_t seen = min(n, position + r / s->group + 1 - start);
-        const float shrink = weigh(scores + r * KEYS, seen, &largest[r], &total[r]);
+        const int seen = min(n, position + r / s->group + 1 - start);
+        const float shrink = weigh(scores + r * KEYS, seen, scale, &largest[r], &total[r]);
         for (int64_t d = 0; d < dim; d++) summed[r * dim + d] *= shrink;
     }
-    for (int64_t r = 0; r < rows; r += 3) {
-        const float *row = scores + r * KEYS;
-        switch (rows - r) {
-            case 1: value_strip(1, n, dim, row, v, summed + r * dim); break;
-            case 2: value_strip(2, n, dim, row, v, summed + r * dim); break;
-            default: value_strip(3, n, dim, row, v, summed + r * dim);
-        }
-    }
+    for (int64_t r = 0; r < rows; r += STRIP, v_next.num_rows = 0)
+        ROWS(value_strip, n, dim, scores + r * KEYS, v, v_next, summed + r * dim)
 }
 
-static void attend(const Step *s, const Item *item) {
-    const int64_t head_dim = s->head_dim, dim = ceil_div(head_dim, LANES) * LANES, group = s->group;
+// A row of keys or values in whole vectors: where it lies, or else in `room`, whose end stays as it was.
+INLINE const char *whole_row(const char *row, int64_t dtype, int64_t head_dim, int64_t dim, float *room) {
+    if (dtype == FLOAT16) return (const char *)read_row(row, dtype, head_dim, dim, room);
+    return dim == head_dim ? row : memcpy(room, row, head_dim * SIZE(dtype));
+}
+
+INLINE void attend(const Step *s, const Item *item, const int dtype) { // dtype: in which numbers are multiplied
+    const int64_t head_dim = s->head_dim, group = s->group;
+    const int64_t lanes = sizeof(vec) / SIZE(dtype), dim = ceil_div(head_dim, lanes) * lanes;
     const int64_t rows = item->num_queries * group, all_rows = item->num_heads * rows; // of a head, of all
     const int64_t token = s->query_start[item->seq] + item->first_query; // the first of the tile
     const int64_t position = s->seq_lens[item->seq] - (s->query_start[item->seq + 1] - token); // its own
-    const int64_t row_size = SIZE(s->row_dtype), size = SIZE(s->dtype);
-    float q[MAX_ROWS * MAX_DIM], summed[MAX_ROWS * MAX_DIM], largest[MAX_ROWS], total[MAX_ROWS];
+    const int64_t row_size = SIZE(dtype), size = SIZE(s->dtype);
+    char q[MAX_ROWS * MAX_DIM * sizeof(float)];
+    float summed[MAX_ROWS * MAX_DIM], largest[MAX_ROWS], total[MAX_ROWS];
     float k_room[KEYS * MAX_DIM], v_room[KEYS * MAX_DIM];
-    const char *k_at[KEYS], *v_at[KEYS];
-    const float *k[KEYS], *v[KEYS];
+    const char *k_at[KEYS], *v_at[KEYS], *k[KEYS], *v[KEYS];
 
-    memset(q, 0, all_rows * dim * sizeof(float)); // from head_dim to dim zeros stay
+    memset(q, 0, all_rows * dim * row_size); // from head_dim to dim zeros stay
     memset(summed, 0, all_rows * dim * sizeof(float));
-    if (dim > head_dim) memset(k_room, 0, KEYS * dim * sizeof(float)); // of values they come to nothing
-    const float scale = s->scale * 1.4426950408889634; // log2(e): e^x = 2^(x * log2(e))
+    if (dim > head_dim) {
+        memset(k_room, 0, KEYS * dim * sizeof(float));
+        memset(v_room, 0, KEYS * dim * sizeof(float));
+    }
     for (int64_t r = 0; r < all_rows; r++) {
         const int64_t query = token + r % rows / group;
         const int64_t head = (item->first_head + r / rows) * group + r % group;
-        const char *from = s->q + (query * s->q_token + head * s->q_head) * row_size;
-        const float *row = read_row(from, s->row_dtype, head_dim, head_dim, q + r * dim);
-        for (int64_t d = 0; d < head_dim; d++) q[r * dim + d] = row[d] * scale;
+        memcpy(q + r * dim * row_size, s->q + (query * s->q_token + head * s->q_head) * row_size,
+               head_dim * row_size);
         largest[r] = -INFINITY;
         total[r] = 0;
     }
 
     Place at = {s->block_tables + item->seq * s->table_row + item->first_key / s->block_size,
                 item->first_key % s->block_size};
+    at = find_rows(s, at, min(KEYS, item->last_key - item->first_key), k_at, v_at);
     for (int64_t start = item->first_key; start < item->last_key; start += KEYS) {
-        const int64_t n = min(KEYS, item->last_key - start);
-        at = find_rows(s, at, n, k_at, v_at);
-        bring_near(k_at, n, &s->k_cache, s, item);
-        bring_near(v_at, n, &s->v_cache, s, item);
+        const int64_t n = min(KEYS, item->last_key - start), more = min(KEYS, item->last_key - start - n);
+        const char *k_next[KEYS], *v_next[KEYS];
+        at = find_rows(s, at, more, k_next, v_next);
         for (int64_t h = 0; h < item->num_heads; h++) {
             const int64_t k_head = (item->first_head + h) * s->k_cache.head * size;
             const int64_t v_head = (item->first_head + h) * s->v_cache.head * size;
+            const Next k_more = {k_next, k_head, more, head_dim * size};
+            const Next v_more = {v_next, v_head, more, head_dim * size};
             for (int64_t j = 0; j < n; j++) {
-                k[j] = read_row(k_at[j] + k_head, s->dtype, head_dim, dim, k_room + j * dim);
-                v[j] = read_row(v_at[j] + v_head, s->dtype, head_dim, dim, v_room + j * dim);
+                k[j] = whole_row(k_at[j] + k_head, s->dtype, head_dim, dim, k_room + j * dim);
+                v[j] = whole_row(v_at[j] + v_head, s->dtype, head_dim, dim, v_room + j * dim);
             }
             for (int64_t j = n; j < KEYS; j++) k[j] = k[0]; // scores that nobody sees
             const int64_t row = h * rows;
-            add_keys(s, item, dim, start, n, position, k, v, q + row * dim, summed + row * dim, largest + row,
-                     total + row);
+            add_keys(s, item, dtype, dim, start, n, position, k, v, k_more, v_more, q + row * dim * row_size,
+                     summed + row * dim, largest + row, total + row);
         }
+        memcpy(k_at, k_next, sizeof k_at);
+        memcpy(v_at, v_next, sizeof v_at);
     }
 
     for (int64_t r = 0; r < all_rows; r++) {
@@ -283,7 +309,9 @@ int paged_attention(const Step *s) {
     if (!failed) {
         plan(s, part, items, left, &num_keys, &num_left);
         #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
-        for (int64_t i = 0; i < n; i++) attend(s, &items[i]);
+        for (int64_t i = 0; i < n; i++)
+            if (s->dtype == BFLOAT16) attend(s, &items[i], BFLOAT16);
+            else attend(s, &items[i], FLOAT32);
         if (num_left) {
             #pragma omp parallel for schedule(dynamic) num_threads(s->num_threads)
             for (int64_t i = 0; i < n; i++)

@@ -5,9 +5,10 @@ To fill a structure and to check what goes into it takes longer than a short ste
 a step have the same tables and the same strides; so a `Plan` keeps both structures, and from the second layer
 on only addresses change.
 
-The arithmetic is in float32 throughout: keys and values are converted as they are read, and so are queries
-and results in bfloat16; those in float16 are converted here. As many threads work as PyTorch's operations
-have, and they are the same threads.
+Sums, scores and weights are in float32 throughout. Only factors stay 16 bits wide: keys, values and queries
+in bfloat16, whose products float32 holds exactly. Keys and values in float16 are converted as they are read,
+queries and results here. As many threads work as PyTorch's operations have; compiled with GCC, they are the
+same threads.
 """
 
 from __future__ import annotations

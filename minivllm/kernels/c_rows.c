@@ -1,8 +1,8 @@
 /* Chapter 8: what a decoder does to each row of numbers between two matrix products, each in one pass.
 
-PyTorch needs 8 operations for a norm and 9 to turn a row by its angles, and each passes over the numbers. Here
-a row is read once and written once, in float32 in between. Few rows are done by one thread: to wake a second
-takes longer. */
+PyTorch needs 8 operations for a norm in bfloat16 and 7 to turn a row by its angles; each passes over the
+numbers. Here a row is read once and written once, in float32 in between. Few rows are done by one thread: to
+wake a second takes longer. */
 
 #include <math.h>
 
@@ -32,7 +32,7 @@ void rms_norm(Rows x, Rows out, const char *weight, int64_t num_tokens, int64_t 
         for (int64_t d = 0; d < size; d++) sum += from[d] * from[d];
         const float factor = 1 / sqrtf(sum / size + (float)eps);
         for (int64_t d = 0; d < size; d++) normed[d] = from[d] * factor;
-        if (dtype == BFLOAT16) // is rounded before the weight, too, as everywhere
+        if (dtype == BFLOAT16) // is rounded before the weight is applied, too, as in RMSNorm
             for (int64_t d = 0; d < size; d++) normed[d] = from_bits((uint32_t)bfloat16(normed[d]) << 16);
         for (int64_t d = 0; d < size; d++) normed[d] *= w[d];
         write_row(at(&out, i / num_heads, i % num_heads, dtype), dtype, size, normed);

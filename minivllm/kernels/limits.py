@@ -1,7 +1,8 @@
 """Chapter 8: what the kernels in Triton and in C can do; anything else is refused, with the limit named.
 
 A kernel takes addresses and strides on trust: what does not fit would be read from somewhere else. So shapes,
-dtypes and strides are looked at before each launch. What stands in tables and lengths is not.
+dtypes and strides are looked at before each launch, or once for all layers of a step that are alike. What
+stands in tables and lengths is not.
 """
 
 from __future__ import annotations

@@ -85,17 +85,23 @@ def summary(
     It is about the steps from the first prompt's arrival on, until one of those that decode has all its
     tokens. Latencies in milliseconds; tok_s: tokens of prompts and of output, per second. queue: how many
     earlier prompts had no token yet when each prompt arrived; it grew where they come faster than they are
-    computed.
+    computed. prompt_steps: those with tokens of prompts; only the gaps that end with one of them are long.
     """
     metrics = [record.metrics for record in records]
     decodes = [(m, r.max_tokens) for m, r in zip(metrics, requests, strict=True) if r.arrival == 0]
     first = min(r.arrival for r in requests if r.arrival > 0)
     end = min((m.token_times[-1] for m, most in decodes if len(m.token_times) == most), default=math.inf)
     window = [step for step in steps if first <= step.start < end]
-    parts = [part for step in window for part in step.scheduled]
     lowest = min((part.request_id for step in steps for part in step.scheduled), default=0)
     lengths = {lowest + i: record.num_prompt_tokens for i, record in enumerate(records)}
-    inputs = sum(max(0, min(p.num_new_tokens, lengths[p.request_id] - p.num_computed_tokens)) for p in parts)
+    of_prompts = [
+        sum(
+            max(0, min(p.num_new_tokens, lengths[p.request_id] - p.num_computed_tokens))
+            for p in step.scheduled
+        )
+        for step in window
+    ]
+    inputs = sum(of_prompts)
     outputs = sum(step.num_sampled for step in window)
     seconds = window[-1].end - window[0].start if window else None
     arrived = [m for m in metrics if 0 < m.arrival_time < min(end, steps[-1].end if steps else 0)]
@@ -107,6 +113,7 @@ def summary(
     return {
         "seconds": seconds,
         "steps": len(window),
+        "prompt_steps": sum(tokens > 0 for tokens in of_prompts),
         "largest_step": max((sum(p.num_new_tokens for p in step.scheduled) for step in window), default=0),
         "input_tokens": inputs,
         "output_tokens": outputs,
@@ -126,13 +133,14 @@ def _milliseconds(seconds: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def ratios(row: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, float | None]:
-    """A budget against whole prompts: how many times shorter the ITL's p99 is, and the share of the
-    throughput."""
+    """A budget against whole prompts: how many times shorter the ITL's p99 and its maximum are, and the share
+    of the throughput."""
 
     def ratio(a: float | None, b: float | None) -> float | None:
         return a / b if a is not None and b else None
 
     return {
         "itl_p99_ratio": ratio(whole["itl_ms"]["p99"], row["itl_ms"]["p99"]),
+        "itl_max_ratio": ratio(whole["itl_ms"]["max"], row["itl_ms"]["max"]),
         "throughput_ratio": ratio(row["tok_s"], whole["tok_s"]),
     }

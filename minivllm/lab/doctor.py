@@ -31,7 +31,7 @@ def examine() -> Iterator[Finding]:
     """All findings, each as soon as it is made."""
     yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from (_package(name) for name in PACKAGES)
-    for check in (_device, _model_file, _interpreter):
+    for check in (_device, _kernels, _model_file, _interpreter):
         yield check()
 
 
@@ -55,6 +55,23 @@ def _device() -> Finding:
         return Finding("device", f"CPU, {torch.get_num_threads()} threads; no CUDA device", "ok")
     properties = torch.cuda.get_device_properties(0)
     return Finding("device", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+
+
+def _kernels() -> Finding:
+    """Those for a CPU, compiled if they are not yet; the engine runs without them, more slowly."""
+    what = "C kernels"
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError):
+        return Finding(what, "not tried, without PyTorch", "note")
+    from minivllm.kernels.c_linear import Panels
+    from minivllm.model import loader
+
+    try:
+        native = Panels().multiplies_bfloat16 or loader.has_matrix_tiles()
+    except MinivllmError as error:
+        return Finding(what, str(error), "note")
+    return Finding(what, f"compiled; bfloat16 {'by instructions of its own' if native else 'as float32'}")
 
 
 def _model_file() -> Finding:

@@ -64,7 +64,7 @@ def cases(by: Sequence[str]) -> list[tuple[int, int, int]]:
     return [case for name in by for case in found[name]]
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--by", type=click.Choice(["running", "pool", "waiting"]), multiple=True, help="Default: all.")
 @click.option("--prefix-cache", is_flag=True, help="Memory with a prefix cache.")
 @click.option("--steps", type=click.IntRange(1, MAX_STEPS - 1), default=48, show_default=True)

@@ -68,7 +68,7 @@ def prefix_cost(llm: LLM, num_requests: int, shared: int, own: int, max_tokens: 
     }
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @model_options
 @click.option("--num-requests", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--shared", type=click.IntRange(0), default=128, show_default=True, help="Tokens in common.")

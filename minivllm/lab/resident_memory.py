@@ -7,7 +7,8 @@ Resident memory, which the system has really given, is read after each stage, in
     code        Python, PyTorch, and what a first run of a tiny model loads
     weights     the model, its tokenizer, the engine
     pool        all of it has been written to, so that every page is there
-    workspace   what is left of the peak of a run with full batches; a bound from the options stands beside it
+    workspace   what is left of the peak of a run with full batches; beside it stands a bound, from the
+                options, of what is allocated at once; the C library may keep freed pieces beside that
 """
 
 from __future__ import annotations
@@ -166,7 +167,11 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
         table.add_row(name, resident, "" if counted is None else bound + format_bytes(counted))
     console = Console(stderr=True)
     console.print(table)
-    console.print(f"The bound: {parts}. The peak: since {peak['since']}.", highlight=False)
+    console.print(
+        f"The bound of what is allocated at once: {parts}. The C library may keep freed pieces beside that. "
+        f"The peak: since {peak['since']}.",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

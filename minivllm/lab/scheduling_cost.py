@@ -51,7 +51,7 @@ def step_seconds(num_running: int, num_blocks: int, steps: int = 64) -> float:
     return statistics.median(times)
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Print the cost of a step as JSON lines: first by running requests, then by blocks in the pool."""
     for num_running, num_blocks in ((16, 2**14), (64, 2**14), (256, 2**14), (1024, 2**14)):

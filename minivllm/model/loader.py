@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,8 +88,17 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
 
 def multiplies_bfloat16() -> bool:
     """Whether this machine's CPU has instructions for products of bfloat16: AVX-512 bf16 or AMX."""
-    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return bool(_processor().get("avx512_bf16")) or has_matrix_tiles()
+
+
+def has_matrix_tiles() -> bool:
+    """Whether this machine's CPU multiplies tiles of bfloat16 (AMX)."""
+    return bool(_processor().get("amx_bf16"))
+
+
+def _processor() -> Mapping[str, Any]:
+    """What PyTorch knows of this CPU."""
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
 def resolve_device(device: str) -> torch.device:

@@ -3,22 +3,24 @@
 A matrix product reads a weight in small panels that fit the registers. PyTorch's `linear` brings the weight
 into that order at every call; here it is done once:
 
-    plain                      row 0, row 1, row 2, ...
-    packed, panels of 8 rows   column 0 of rows 0-7, column 1 of rows 0-7, ...      one stream, front to back
+    plain                          row 0, row 1, row 2, ...
+    packed, here panels of 8 rows  column 0 of rows 0-7, column 1 of rows 0-7, ...   one stream, front to back
 
 What comes right after a product is done while its result is still in a register or the nearest cache: silu,
 the product of gate and up, the sum with what a layer began with. And products of the same rows are joined:
-queries, keys and values come from one. A layer has 5 calls where the plain one has 7, and no pass over memory
-in between.
+queries, keys and values come from one. A layer has 5 calls where the plain one has 7, and silu, products and
+sums need no pass of their own.
 
 Two libraries can do this, and `products_for` chooses. `kernels/c_linear.c` is ours. oneDNN, which PyTorch
-brings along, knows more processors, and multiplies bfloat16 where the processor does. Its operations are
-those that `torch.compile` puts into its CPU code; PyTorch does not promise them to callers, so they are tried
-first. Where there is neither, the plain decoder runs. It also stays the oracle.
+brings along, knows more processors, and needs no compiler. Its operations are those that `torch.compile` puts
+into its CPU code; PyTorch does not promise them to callers, so `can_pack` tries them before they are used.
+Where there is neither, the plain decoder runs. It also stays the oracle.
 """
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,7 @@ from minivllm.errors import InvalidOption
 from minivllm.kernels.c_linear import Panels
 from minivllm.kernels.c_rows import RowKernels
 from minivllm.memory.store import KVStore
+from minivllm.model import loader
 from minivllm.model.batch import Batch
 from minivllm.model.decoder import Decoder, DecoderLayer
 from minivllm.model.layers import RMSNorm
@@ -43,7 +46,7 @@ class Products(Protocol):
     def pack(self, weight: Tensor) -> Tensor:
         """weight [out_features, in_features] in an order of its own."""
 
-    def unpack(self, packed: Tensor, out_features: int) -> Tensor:
+    def unpack(self, packed: Tensor, out_features: int, in_features: int) -> Tensor:
         """The weight [out_features, in_features] that was packed, a copy."""
 
     def linear(
@@ -65,7 +68,7 @@ class OneDNN:
         """weight [out_features, in_features] in an order of oneDNN's own."""
         return torch.ops.mkldnn._reorder_linear_weight(weight)
 
-    def unpack(self, packed: Tensor, out_features: int) -> Tensor:
+    def unpack(self, packed: Tensor, out_features: int, in_features: int) -> Tensor:
         """The weight [out_features, in_features] that was packed, a copy."""
         return packed.to_dense()
 
@@ -85,21 +88,19 @@ class OneDNN:
 
 
 def products_for(dtype: torch.dtype, device: torch.device) -> Products | None:
-    """What multiplies packed weights of this dtype fastest here; None where they cannot be packed.
+    """What multiplies packed weights of this dtype here, best with few rows; None where none can be packed.
 
-    Our own where they can be compiled; but oneDNN in bfloat16 on a processor that multiplies it.
+    Our own where they can be compiled; but oneDNN in bfloat16 where the processor multiplies it by
+    instructions that our code does not use: the tiles of AMX, or any, where the compiler does not know them.
     """
     if device.type != "cpu" or dtype not in PACKABLE:
         return None
-    from minivllm.model import loader  # here: it brings the libraries that read files of weights
-
-    native = dtype == torch.bfloat16 and loader.multiplies_bfloat16() and can_pack(dtype, device)
-    if not native:
-        try:
-            return Panels()
-        except InvalidOption:
-            pass
-    return OneDNN() if can_pack(dtype, device) else None
+    try:
+        panels = Panels()
+    except InvalidOption:
+        return OneDNN() if can_pack(dtype, device) else None
+    lacks = loader.has_matrix_tiles() or (loader.multiplies_bfloat16() and not panels.multiplies_bfloat16)
+    return OneDNN() if dtype == torch.bfloat16 and lacks and can_pack(dtype, device) else panels
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -129,18 +130,19 @@ class PackedLinear:
             raise ValueError("Linear layers are packed together only if all or none have a bias.")
         weights = [linear.weight.detach() for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
-        self.out_features = sum(self.sizes)
+        self.out_features, self.in_features = sum(self.sizes), linears[0].in_features
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self.products = products or OneDNN()
         self._weight = self.products.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def __call__(self, x: Tensor, then: str = "none", other: Tensor | None = None) -> Tensor:
         """x [rows, in] -> [rows, out]; then "swish": silu of it; "add", "mul": with `other`, of its shape."""
+        assert x.shape[1] == self.in_features
         return self.products.linear(x, self._weight, self.bias, self.out_features, then, other)
 
     def weight(self) -> Tensor:
         """The weight [out, in] in its plain order, a copy."""
-        return self.products.unpack(self._weight, self.out_features)
+        return self.products.unpack(self._weight, self.out_features, self.in_features)
 
 
 class PackedRows(nn.Module):
@@ -184,6 +186,13 @@ def pack(
     for number, name in enumerate(names if not keep else ()):
         setattr(parent, name, PackedRows(packed, number))
     return packed
+
+
+def give_back_freed_memory() -> None:
+    """Packing frees each plain weight; the C library keeps such pieces for what comes next. Where it can hand
+    them back to the system (glibc), it does."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class PlainRows:
@@ -248,6 +257,8 @@ class PackedDecoder:
         with torch.inference_mode():
             self.layers = [PackedLayer(layer, self.rows, **options) for layer in model.layers]
             self.lm_head = pack(model, "lm_head", **options)
+        if not keep:
+            give_back_freed_memory()
 
     def __call__(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits [len(batch.logits_indices), vocab_size], as `Decoder.forward` gives them."""

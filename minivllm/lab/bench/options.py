@@ -63,7 +63,7 @@ class BenchOptions:
     max_num_batched_tokens: int | None = _option(int, "Scheduler chunked: most tokens in a step.")
     long_prefill_token_threshold: int | None = _option(int, "Chunked: most tokens of one request in a step.")
     prefer_prefill: bool | None = _option(bool, "Chunked: prompts before decodes.")
-    enforce_eager: bool | None = _option(bool, "On CUDA, no graphs: decode steps kernel by kernel.")
+    enforce_eager: bool | None = _option(bool, "The plain decoder: no CUDA graphs, nothing packed.")
     max_num_seqs: int | None = _option(int, "Most sequences at once; 64.")
     max_model_len: int | None = _option(int, "Most tokens of prompt and output together.")
 
