@@ -82,7 +82,7 @@ class Panels:
         assert x.shape[1] == packed.shape[1] * in_word
         assert x.device.type == "cpu"
         assert other is None or other.shape == out.shape
-        assert bias is None or (bias.shape == (out_features,) and bias.stride(0) == 1)
+        assert bias is None or (bias.shape == (out_features,) and bias.is_contiguous())
         assert packed.shape[0] == -(-out_features // self.size)
         assert all(given is None or given.dtype == x.dtype for given in (packed, bias, other))
         self._linear(byref(product))
