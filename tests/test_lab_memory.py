@@ -42,6 +42,9 @@ SHAPES = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True)
+FLAT = SamplingParams(
+    temperature=100, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True
+)  # all rows are sorted
 
 
 def make(config: Any, dtype: str = "float32", **options: Any) -> LLM:
@@ -130,6 +133,7 @@ def test_a_run_stays_below_the_bound(shape, options):
         bound = workspace_bytes(llm.engine.model, llm.args)
         with Allocations() as seen:
             generate(llm, SAMPLED)
+            generate(llm, FLAT)
     assert seen.peak <= bound
 
 
@@ -140,6 +144,7 @@ def test_a_run_in_another_dtype_stays_below_the_bound(shape, dtype):
         bound = workspace_bytes(llm.engine.model, llm.args)
         with Allocations() as seen:
             generate(llm, SAMPLED)
+            generate(llm, FLAT)
     assert seen.peak <= bound
 
 
@@ -148,7 +153,7 @@ def test_the_bound_is_not_far_above_what_the_widest_part_takes(shape):
     with make(SHAPES[shape], kv_cache_memory_bytes=2**21, attention="c") as llm:
         bound = workspace_bytes(llm.engine.model, llm.args)
         with Allocations() as seen:
-            generate(llm, SAMPLED)
+            generate(llm, FLAT)
     assert bound < 4 * seen.peak
 
 
@@ -174,7 +179,9 @@ def test_the_parts_of_the_bound_are_those_of_its_formula():
     args = EngineArgs(num_blocks=500, max_num_seqs=8, max_model_len=300, max_num_batched_tokens=256)
     parts = workspace_parts(model, args)
     assert parts["activations"] == 4 * 256 * (2 * 60 + 10 * 14 + 112) * 4
-    assert parts["logits"] == 8 * 307 * (2 * 4 + 10 * 8)
+    assert parts["logits"] == 8 * 307 * (2 * 4 + 4 + 10 * 8)  # all eight rows fit into MAX_SORTED
+    many = replace(args, max_num_seqs=5_000)
+    assert workspace_parts(model, many)["logits"] == 307 * (5_000 * (2 * 4 + 4) + 8 * 3 * 5_000)
     assert set(parts) == {"batch", "activations", "attention", "logits"}
 
 

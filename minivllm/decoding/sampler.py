@@ -22,11 +22,15 @@ from random import Random
 import torch
 from torch import Tensor
 
+from minivllm.decoding.draw import Settings, draw_from_head, weights_of
 from minivllm.errors import InvalidLogits
 from minivllm.outputs import Logprob
 from minivllm.params import SamplingParams
 
 BLOCK = 512  # logits; fewer cost more maxima, more a longer search
+HEADS = 256, 4096  # tokens that are sorted at first, and for rows that are not decided by then
+MAX_DRAWN = 2**19  # logits of rows that are drawn from at a time, unless one row has more
+MAX_SORTED = MAX_DRAWN // 4  # of those that are sorted whole
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[Random]) -> list[int]:
@@ -51,17 +55,46 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], generators: Sequenc
         )
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
-        probs, order = sampling_distribution(logits[drawn], [params[i] for i in drawn])
-        total = probs.cumsum(dim=-1)
-        uniform = torch.tensor(
-            [[generators[i].random()] for i in drawn], dtype=total.dtype, device=total.device
-        )
-        rank = torch.searchsorted(total, uniform * total[:, -1:], right=True)
-        last_kept = (probs > 0).sum(dim=-1, keepdim=True) - 1
-        picked = order.gather(1, rank.minimum(last_kept))
-        for i, token in zip(drawn, picked[:, 0].tolist(), strict=True):
+        rows = logits if len(drawn) == len(logits) else logits[drawn]
+        own = Settings.of([params[i] for i in drawn], [generators[i].random() for i in drawn], rows)
+        for i, token in zip(drawn, draw(rows, own).tolist(), strict=True):
             tokens[i] = token
     return tokens
+
+
+def draw(logits: Tensor, settings: Settings) -> Tensor:
+    """A token id for each row of logits [num_seqs, vocab_size]; `draw_sorted`'s, mostly without its sort.
+
+    On a CPU, where a sort is slow: so many rows at a time that float64 copies of them are small, and stay in
+    a cache.
+    """
+    num_seqs, vocab_size = logits.shape
+    if logits.device.type != "cpu":
+        return draw_sorted(logits, settings)
+    tokens, left = torch.empty(num_seqs, dtype=torch.int64), torch.arange(num_seqs)
+    for size in (n for n in HEADS if n < vocab_size):
+        undecided = [left[:0]]
+        for rows in _parts(left, MAX_DRAWN // vocab_size):
+            tokens[rows], certain = draw_from_head(logits[rows], settings.rows(rows), size)
+            undecided.append(rows[~certain])
+        left = torch.cat(undecided)
+    for rows in _parts(left, MAX_SORTED // vocab_size):
+        tokens[rows] = draw_sorted(logits[rows], settings.rows(rows))
+    return tokens
+
+
+def _parts(rows: Tensor, most: int) -> Sequence[Tensor]:
+    """So many at a time, but one at least; none of no rows."""
+    return rows.split(max(1, most)) if len(rows) else ()
+
+
+def draw_sorted(logits: Tensor, settings: Settings) -> Tensor:
+    """A token id for each row, by sorting all of it."""
+    probs, order = sorted_distribution(logits, settings)
+    total = probs.cumsum(dim=-1)
+    rank = torch.searchsorted(total, settings.uniform * total[:, -1:], right=True)
+    last_kept = (probs > 0).sum(dim=-1, keepdim=True) - 1
+    return order.gather(1, rank.minimum(last_kept))[:, 0]
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,16 +126,15 @@ def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> t
     Both [num_seqs, vocab_size]; float64, because a running sum over 150,000 float32 numbers drifts.
     Probabilities of kept tokens are not scaled up to sum to 1.
     """
+    return sorted_distribution(logits, Settings.of(params, [0.0] * len(params), logits))
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    scaled = logits.double()
-    scaled = (scaled - scaled.max(dim=-1, keepdim=True).values) / column([p.temperature for p in params])
-    probs, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    keep_all = probs.shape[-1]
-    top_k = column([p.top_k if p.top_k > 0 else keep_all for p in params])
-    return cut_tail(probs, top_k, column([p.top_p for p in params]), column([p.min_p for p in params])), order
+def sorted_distribution(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """`sampling_distribution` by settings."""
+    weights = weights_of(logits, settings.temperature)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    probs, order = weights.sort(dim=-1, descending=True, stable=True)
+    return cut_tail(probs, settings.top_k, settings.top_p, settings.min_p), order
 
 
 def cut_tail(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -125,7 +157,11 @@ def top_logprobs(logits: Tensor, token: int, k: int) -> dict[int, Logprob]:
     The chosen one stands first; among equals the lower id has the better rank.
     """
     logprobs = logits.double().log_softmax(dim=-1)
-    best = logprobs.sort(descending=True, stable=True).indices[:k].tolist() if k else []
+    best: list[int] = []
+    if k:  # sorted are only those that may be among them, by ascending id
+        worst = logprobs.topk(min(k, len(logprobs))).values[-1]
+        ids = (logprobs >= worst).nonzero()[:, 0]
+        best = ids[logprobs[ids].sort(descending=True, stable=True).indices[:k]].tolist()
     found = {token: _rank(logprobs, token)} | {i: rank for rank, i in enumerate(best, start=1)}
     return {i: Logprob(logprobs[i].item(), rank) for i, rank in found.items()}
 

@@ -61,8 +61,8 @@ def prefix_cost(llm: LLM, num_requests: int, shared: int, own: int, max_tokens: 
         prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False
     )
     return {
-        "step_seconds": round(steps.seconds, 4),
-        "inside_seconds": round(inside.seconds, 6),
+        "step_seconds": round(steps.seconds, 9),
+        "inside_seconds": round(inside.seconds, 9),
         "share": round(inside.seconds / steps.seconds, 6),
         "token_hit_rate": manager.stats.token_hit_rate,
     }

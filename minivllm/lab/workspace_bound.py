@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minivllm.decoding.sampler import MAX_DRAWN, MAX_SORTED
 from minivllm.kernels.torch_paged import MAX_GATHERED, MAX_SCORES, TILE
 from minivllm.memory.paged import num_blocks_for
 from minivllm.memory.size import bytes_per_token
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 WIDE = 4  # bytes: norms and kernels compute in float32 at least
 COPIES = 4  # of a row of numbers: what an operation reads, what it makes, and what waits for the next one
-SAMPLER = 10  # arrays [max_num_seqs, vocab_size] of 8 bytes: float64 probabilities, their order, cuts, sums
+DRAWN = 3  # arrays of 8 bytes of the rows drawn at a time: their logits, weights, and pairs to select from
+SORTED = 10  # of the rows sorted at a time: float64 probabilities, their order, cuts, sums
+SEARCH = 3  # float64 arrays of the rows of all beams: logits, log-probabilities, and their sums
 LEFT_BY_A_THREAD = 2**20  # bytes: eight tiles of the kernel in C, 64 rows of 258 numbers each, and their list
 
 
@@ -40,7 +43,8 @@ def workspace_parts(model: Decoder, args: EngineArgs) -> dict[str, int]:
         batch        a few whole numbers for each of the T tokens, and S block tables
         activations  COPIES x T x the widest rows of a layer: hidden, queries, keys, values, the MLP's inner
         attention    what the kernels of args.attention make, by `_attention`
-        logits       S x vocab_size, in the model's dtype twice, and the SAMPLER's arrays of 8 bytes
+        logits       S x vocab_size, in the model's dtype twice, and in float32 for penalties; beside that
+                     DRAWN or SORTED arrays of the rows that are taken at a time, or a SEARCH's of all beams
 
     At T = 512 tokens of SmolLM2-135M (hidden 576, inner 1536, 9 + 3 + 3 heads of 64) in float32 the
     activations are 4 x 512 x (2 x 576 + 960 + 1536) x 4 bytes = 28.5 MiB.
@@ -50,12 +54,14 @@ def workspace_parts(model: Decoder, args: EngineArgs) -> dict[str, int]:
     num_seqs, num_tokens, longest = args.max_num_seqs, *_extent(model, args)
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     rows = 2 * config.hidden_size + heads * config.head_dim + config.intermediate_size
+    drawn, ranked = (min(num_seqs, max(1, n // config.vocab_size)) for n in (MAX_DRAWN, MAX_SORTED))
+    rows_chosen = max(DRAWN * drawn, SORTED * ranked, SEARCH * num_seqs)
     tables = num_blocks_for(longest, args.block_size or 1) * num_seqs
     return {
         "batch": 8 * (8 * num_tokens + 2 * tables),
         "activations": COPIES * num_tokens * rows * max(WIDE, itemsize),
         "attention": _attention(model, args, num_tokens, longest),
-        "logits": num_seqs * config.vocab_size * (2 * itemsize + 8 * SAMPLER),
+        "logits": config.vocab_size * (num_seqs * (2 * itemsize + WIDE) + 8 * rows_chosen),
     }
 
 

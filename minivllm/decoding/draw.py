@@ -1,0 +1,92 @@
+"""Chapter 0: the same token as from a sorted row, without sorting what is seldom drawn.
+
+A row has as many logits as the vocabulary has tokens, and sorting it takes longer than a small model takes to
+compute it. But the draw looks at the row's head alone, as far as the token that it finds. So only the `size`
+likeliest are sorted, and it is checked that no more is needed:
+
+    sorted head                         the others                  needed to know
+    0.55 0.25 0.12 0.05 | 0.01 0.01     0.01 each, 0.00 ...         which of them min-p and top-k keep:
+                        |                                           none, or all, and then how much they are
+                        from here on others are as likely           where top-p ends, or that u falls before
+
+What is as likely as the last of the head is not trusted: others, as likely and with lower ids, may have been
+left out. A row that could not be decided is drawn again from a longer head, in the end from all of it, by
+`sampler.draw_sorted`, which is also what this must agree with. (Where u or top-p falls on a sum exactly, the
+rounding of that sum decides, and it depends on what else was added.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.params import SamplingParams
+
+
+class Settings(NamedTuple):
+    """What each row is drawn by, [num_seqs, 1] float64 each; top_k is the vocabulary's size where it is off.
+    uniform: at least 0 and less than 1."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], uniform: Sequence[float], logits: Tensor) -> Settings:
+        """For these rows of logits [num_seqs, vocab_size]: one tensor, of which these are columns."""
+        off = logits.shape[1]
+        rows = [
+            (p.temperature, p.top_k if p.top_k > 0 else off, p.top_p, p.min_p, u)
+            for p, u in zip(params, uniform, strict=True)
+        ]
+        return cls(*torch.tensor(rows, dtype=torch.float64, device=logits.device).split(1, dim=1))
+
+    def rows(self, which: slice | Tensor) -> Settings:
+        """Of some of the rows."""
+        return Settings(*(column[which] for column in self))
+
+
+def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logit - largest) / temperature), float64: probabilities that are not yet divided by their sum."""
+    scaled = logits.double()
+    if scaled is logits:
+        scaled = scaled.clone()
+    scaled -= scaled.amax(dim=-1, keepdim=True)
+    return scaled.div_(temperature).exp_()
+
+
+def draw_from_head(logits: Tensor, settings: Settings, size: int) -> tuple[Tensor, Tensor]:
+    """(a token id for each row of logits [num_seqs, vocab_size], whether it is certain), by the `size`
+    likeliest tokens of each row, fewer than vocab_size. An uncertain row's token means nothing."""
+    weights = weights_of(logits, settings.temperature)
+    ids = logits.topk(size, sorted=False).indices.sort(dim=-1).values  # equals: the lowest id first
+    probs, order = weights.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    total = weights.sum(dim=-1, keepdim=True)
+    probs /= total
+    first, last = probs[:, :1].clone(), probs[:, -1:].clone()
+    trusted = probs > last
+    num_trusted = trusted.sum(dim=-1, keepdim=True)
+    none = (settings.top_k <= num_trusted) | (last < settings.min_p * first)  # of the others are kept
+    every = (settings.top_k >= logits.shape[1]) & (settings.min_p == 0)
+    probs *= trusted
+    others = torch.where(none, 0.0, 1 - probs.sum(dim=-1, keepdim=True))
+    rank = torch.arange(size, device=probs.device)
+    probs *= (probs >= settings.min_p * first) & (rank < settings.top_k)
+    sums = probs.cumsum(dim=-1)
+    rest = sums[:, -1:] + others
+    reached = settings.top_p * rest
+    ends = none | (every & (sums[:, -1:] >= reached))  # whether what is kept ends in the head
+    probs *= sums - probs < reached
+    sums = probs.cumsum(dim=-1)
+    # What is kept sums to what top-p reaches, and less than one more token, which is at most the head's last.
+    least = torch.where(ends, sums[:, -1:], reached.minimum(rest))
+    most = torch.where(ends, sums[:, -1:], (reached + last).minimum(rest))
+    found, other = (torch.searchsorted(sums, settings.uniform * kept, right=True) for kept in (least, most))
+    certain = ends | (every & (found == other) & (settings.uniform * most < sums[:, -1:]))
+    found = found.minimum((probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
+    return ids.gather(1, order.gather(1, found))[:, 0], certain[:, 0]
