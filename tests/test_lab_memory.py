@@ -148,6 +148,18 @@ def test_a_run_in_another_dtype_stays_below_the_bound(shape, dtype):
     assert seen.peak <= bound
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_run_with_penalties_and_a_greedy_row_beside_them_stays_below_the_bound(dtype):
+    """Every copy of the logits that there can be: what penalties made of them, and of that the drawn rows."""
+    params = [replace(FLAT, presence_penalty=1.0)] * 5 + [GREEDY]
+    prompts = [[7 * i + j for j in range(90)] for i in range(6)]
+    with make(WIDE_VOCABULARY, dtype, kv_cache_memory_bytes=2**21) as llm:
+        bound = workspace_bytes(llm.engine.model, llm.args)
+        with Allocations() as seen:
+            llm.generate(prompts, params, use_tqdm=False)
+    assert 20_011 * 6 * 8 < seen.peak <= bound
+
+
 @pytest.mark.parametrize("shape", ["wide-vocabulary", "wide-mlp", "wide-rows"])
 def test_the_bound_is_not_far_above_what_the_widest_part_takes(shape):
     with make(SHAPES[shape], kv_cache_memory_bytes=2**21, attention="c") as llm:
@@ -179,9 +191,9 @@ def test_the_parts_of_the_bound_are_those_of_its_formula():
     args = EngineArgs(num_blocks=500, max_num_seqs=8, max_model_len=300, max_num_batched_tokens=256)
     parts = workspace_parts(model, args)
     assert parts["activations"] == 4 * 256 * (2 * 60 + 10 * 14 + 112) * 4
-    assert parts["logits"] == 8 * 307 * (2 * 4 + 4 + 10 * 8)  # all eight rows fit into MAX_SORTED
+    assert parts["logits"] == 8 * 307 * (2 * 4 + 2 * 4 + 10 * 8)  # all eight rows fit into MAX_SORTED
     many = replace(args, max_num_seqs=5_000)
-    assert workspace_parts(model, many)["logits"] == 307 * (5_000 * (2 * 4 + 4) + 8 * 3 * 5_000)
+    assert workspace_parts(model, many)["logits"] == 307 * 5_000 * (2 * 4 + 2 * 4 + 3 * 8)
     assert set(parts) == {"batch", "activations", "attention", "logits"}
 
 

@@ -84,7 +84,7 @@ def draw_from_head(logits: Tensor, settings: Settings, size: int) -> tuple[Tenso
     probs *= sums - probs < reached
     sums = probs.cumsum(dim=-1)
     # What is kept sums to what top-p reaches, and less than one more token, which is at most the head's last.
-    least = torch.where(ends, sums[:, -1:], reached.minimum(rest))
+    least = torch.where(ends, sums[:, -1:], reached)
     most = torch.where(ends, sums[:, -1:], (reached + last).minimum(rest))
     found, other = (torch.searchsorted(sums, settings.uniform * kept, right=True) for kept in (least, most))
     certain = ends | (every & (found == other) & (settings.uniform * most < sums[:, -1:]))

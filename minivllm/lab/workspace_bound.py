@@ -43,8 +43,9 @@ def workspace_parts(model: Decoder, args: EngineArgs) -> dict[str, int]:
         batch        a few whole numbers for each of the T tokens, and S block tables
         activations  COPIES x T x the widest rows of a layer: hidden, queries, keys, values, the MLP's inner
         attention    what the kernels of args.attention make, by `_attention`
-        logits       S x vocab_size, in the model's dtype twice, and in float32 for penalties; beside that
-                     DRAWN or SORTED arrays of the rows that are taken at a time, or a SEARCH's of all beams
+        logits       S x vocab_size, in the model's dtype twice, and twice in float32 at least: what penalties
+                     made of them, and of that the rows that are not greedy; beside that DRAWN or SORTED
+                     arrays of the rows that are taken at a time, or a SEARCH's of all beams
 
     At T = 512 tokens of SmolLM2-135M (hidden 576, inner 1536, 9 + 3 + 3 heads of 64) in float32 the
     activations are 4 x 512 x (2 x 576 + 960 + 1536) x 4 bytes = 28.5 MiB.
@@ -61,7 +62,7 @@ def workspace_parts(model: Decoder, args: EngineArgs) -> dict[str, int]:
         "batch": 8 * (8 * num_tokens + 2 * tables),
         "activations": COPIES * num_tokens * rows * max(WIDE, itemsize),
         "attention": _attention(model, args, num_tokens, longest),
-        "logits": config.vocab_size * (num_seqs * (2 * itemsize + WIDE) + 8 * rows_chosen),
+        "logits": config.vocab_size * (num_seqs * 2 * (itemsize + max(WIDE, itemsize)) + 8 * rows_chosen),
     }
 
 
