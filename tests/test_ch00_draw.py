@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.decoding import sampler
-from minivllm.decoding.draw import Settings, draw_from_head, weights_of
+from minivllm.decoding.draw import Settings, draw_from_head, row_sums, weights_of
 from minivllm.params import SamplingParams
 
 ENDS = 0.0, 1 - 2**-53
@@ -116,6 +116,54 @@ def test_rows_of_a_slice_have_their_own_settings(monkeypatch):
         for i, p in enumerate(params)
     ]
     assert sampler.draw(logits, own).tolist() == expected
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 512, 1000, 49_152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_least_top_p_there_is_keeps_the_likeliest(vocab_size, dtype):
+    """Beyond the head, so that the row is sorted; of a sum below one half it would be nothing."""
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for cuts in ({"top_p": 5e-324}, {"top_p": 5e-324, "top_k": 5000}, {"top_p": 1e-308, "top_k": 3}):
+        own = of(logits, [0.0, 0.5, ENDS[1]], temperature=100.0, **cuts)
+        for tokens in (sampler.draw(logits, own), sampler.draw_sorted(logits, own)):
+            assert tokens.tolist() == sampler.likeliest(logits)[1].tolist()
+
+
+@given(st.integers(0, 2**30), st.sampled_from([1, 511, 512, 513, 4000, 49_152]), st.integers(1, 3))
+@settings(max_examples=30)
+def test_the_sum_of_a_row_is_the_same_alone_and_beside_others_by_any_number_of_threads(seed, size, num_rows):
+    """PyTorch's own sum is not: one row of 49,152 numbers is shared among threads, three are not."""
+    rows = torch.randn(
+        num_rows, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).exp()
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            found += [row_sums(rows), torch.cat([row_sums(row[None]) for row in rows])]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], rows.sum(dim=-1, keepdim=True))
+
+
+def test_equals_where_top_p_falls_on_a_sum_give_one_row_the_token_that_it_has_beside_others():
+    """The one among 50 equals at which half of them is reached: rounding decides, and always in one way."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for vocab_size in (40_000, 49_152, 65_536):
+            logits = torch.full((vocab_size,), -5.0)
+            logits[:1000] = 0
+            rows = torch.stack([logits] * 3)
+            for top_k in (0, 50, 64):
+                for top_p in (0.1, 0.25, 0.5, 0.9):
+                    for u in (0.2335, 0.5, ENDS[1]):
+                        own = of(rows, [u] * 3, temperature=0.7, top_p=top_p, top_k=top_k)
+                        alone = sampler.draw(rows[:1], own.rows(slice(0, 1)))
+                        assert sampler.draw(rows, own).tolist() == alone.tolist() * 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_logits_stay_as_they_are():

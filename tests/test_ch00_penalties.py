@@ -140,8 +140,9 @@ def test_the_loop_honours_stops_penalties_and_min_tokens():
         ({"logprobs": 1}, "logprobs"),
         ({"stop_token_ids": [307]}, "stop_token_ids names token 307"),
         ({"logit_bias": {999: 1.0}}, "logit_bias names token 999"),
+        ({"stop_token_ids": range(307), "min_tokens": 2}, "min_tokens=2 .* none is left"),
     ],
-    ids=str,
+    ids=["stop", "logprobs", "stop token", "bias", "all stop"],
 )
 def test_what_the_loop_cannot_do_is_refused_not_ignored(options, named):
     model = load_model("random:tiny-llama", dtype="float64", device="cpu")

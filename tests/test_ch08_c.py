@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -350,6 +352,22 @@ def test_the_source_is_compiled_once_and_found_again(tmp_path, monkeypatch):
     assert len(list((tmp_path / "kept").glob("*.so"))) == 2
 
 
+def test_a_file_that_was_cut_short_or_is_no_library_of_ours_is_compiled_anew(tmp_path):
+    """Loading the first half of a library ends the process: none of that kind is ever loaded."""
+    c_build.load(tmp_path)
+    (made,) = tmp_path.glob("*.so")
+    whole = made.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        for path in tmp_path.glob("*.so"):
+            path.unlink()
+        made.write_bytes(damaged)
+        code = "import sys; from pathlib import Path; from minivllm.kernels import c_build"
+        code = f"{code}; print(c_build.load(Path(sys.argv[1])).linear is not None)"
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+        assert len([path for path in tmp_path.glob("*.so") if path.read_bytes() != damaged]) == 1
+
+
 def test_the_source_gives_no_warning():
     sources = [str(Path(c_build.__file__).with_name(name)) for name in c_build.SOURCES]
     warnings = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
@@ -365,6 +383,9 @@ def test_without_a_compiler_it_is_refused_with_what_to_install(tmp_path, monkeyp
         c_build.load(tmp_path)
     monkeypatch.setenv("CC", "no-such-cc -O1")
     with pytest.raises(InvalidOption, match=r"in CC, no-such-cc, is not there.*attention='torch'"):
+        c_build.load(tmp_path)
+    monkeypatch.setenv("CC", "gcc '-O1")
+    with pytest.raises(InvalidOption, match=r"in CC, \"gcc '-O1\", is no command \(No closing quotation\)"):
         c_build.load(tmp_path)
 
 

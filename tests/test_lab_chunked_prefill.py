@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from minivllm.lab import chunked_prefill
+from minivllm.errors import InvalidOption, InvalidPrompt
+from minivllm.lab import chunked_load, chunked_prefill
 from minivllm.lab.bench.result import RequestRecord
-from minivllm.lab.chunked_load import DECODE_PROMPT, Load, measure, ratios, summary
+from minivllm.lab.chunked_load import Load, measure, ratios, summary
 from minivllm.lab.chunked_prefill import main, verdict
 from minivllm.lab.draw_curves import draw_chunked_prefill
 from minivllm.lab.workload import WorkloadRequest
@@ -20,7 +21,7 @@ from minivllm.outputs import RequestMetrics
 from minivllm.step import ScheduledRequest, Step
 
 MODEL = "random:tiny-llama"
-SMALL = Load(num_decodes=3, prompt_len=90, max_tokens=5, interval=0.05, seconds=0.3)
+SMALL = Load(num_decodes=3, decode_prompt_len=32, prompt_len=90, max_tokens=5, interval=0.05, seconds=0.3)
 
 
 def ticking(seconds: float):
@@ -30,14 +31,54 @@ def ticking(seconds: float):
 
 
 def test_a_load_is_decodes_from_the_start_and_prompts_by_the_clock():
-    load = Load(num_decodes=2, prompt_len=7, max_tokens=3, interval=0.5, seconds=2.0)
+    load = Load(2, decode_prompt_len=11, prompt_len=7, max_tokens=3, interval=0.5, seconds=2.0)
     requests = load.requests(97, 50)
     assert [r.arrival for r in requests] == [0, 0, 0.5, 1.0, 1.5], "nothing arrives when the time is up"
-    assert [len(r.prompt_token_ids or ()) for r in requests] == [DECODE_PROMPT] * 2 + [7] * 3
-    assert [r.max_tokens for r in requests] == [50 - DECODE_PROMPT] * 2 + [3] * 3
+    assert [len(r.prompt_token_ids or ()) for r in requests] == [11] * 2 + [7] * 3
+    assert [r.max_tokens for r in requests] == [50 - 11] * 2 + [3] * 3
     assert requests == load.requests(97, 50)
     assert len({r.prompt_token_ids for r in requests}) == 5
-    assert len(Load(interval=0.1, seconds=0.3).requests(97, 50)) == 8 + 2
+    assert len(Load(interval=0.1, seconds=0.3).requests(97, 5000)) == 8 + 2
+    assert Load().interval == 2.0
+    assert Load().prompt_len == 700
+
+
+def test_time_begins_when_all_that_decode_have_a_token(monkeypatch):
+    """Their prompts take many steps, in which no time passes; the first prompt comes an interval later."""
+    load = Load(3, decode_prompt_len=100, prompt_len=30, max_tokens=2, interval=0.05, seconds=0.2)
+    seen: list[Step] = []
+
+    def keeping(requests, records, steps):
+        seen.extend(steps)
+        return summary(requests, records, steps)
+
+    monkeypatch.setattr(chunked_load, "summary", keeping)
+    with LLM(MODEL, dtype="float64", max_num_batched_tokens=16, max_num_seqs=8) as llm:
+        row = measure(llm, load, ticking(0.002))
+    filling = [step for step in seen if step.start == 0]
+    assert sum(part.num_new_tokens for step in filling for part in step.scheduled) >= 3 * 100
+    assert len(filling) >= 3 * 100 / 16
+    assert all(step.end == 0 for step in filling[:-1])
+    assert len({part.request_id for part in filling[-1].scheduled}) == 3
+    begun = seen[len(filling) :]
+    assert all(step.start > 0 for step in begun)
+    assert {len(step.scheduled) for step in begun if step.end < load.interval} == {3}
+    assert row["arrived"] == 3
+    assert row["answered"] > 0
+
+
+@pytest.mark.parametrize("more", [0, 40])
+def test_those_that_decode_need_room_for_their_output(more):
+    with LLM(MODEL, dtype="float64") as llm:
+        longest = int(llm.args.max_model_len or 0)
+        load = Load(decode_prompt_len=longest + more, prompt_len=30, interval=0.1, seconds=0.3)
+        with pytest.raises(
+            InvalidOption, match=f"decode_prompt_len={longest + more} .*{longest} tokens at most"
+        ):
+            measure(llm, load)
+        assert not llm.has_unfinished_requests()
+        with pytest.raises(InvalidPrompt):
+            measure(llm, Load(decode_prompt_len=8, prompt_len=longest + 1, interval=0.1, seconds=0.3))
 
 
 @pytest.mark.parametrize("budget", [None, 40, 64], ids=["whole", "budget40", "budget64"])
@@ -64,7 +105,7 @@ def test_on_a_clock_that_only_counts_the_row_is_what_the_scheduler_promises(budg
 
 
 def test_prompts_that_come_faster_than_they_are_computed_pile_up():
-    load = Load(num_decodes=2, prompt_len=90, max_tokens=5, interval=0.01, seconds=0.1)
+    load = Load(2, decode_prompt_len=32, prompt_len=90, max_tokens=5, interval=0.004, seconds=0.04)
     with LLM(MODEL, dtype="float64", max_num_batched_tokens=12, max_num_seqs=8) as llm:
         row = measure(llm, load, ticking(0.002))
     assert row["queue_grew"]
@@ -124,12 +165,14 @@ def test_the_ratios_say_how_much_shorter_and_which_share():
     found = ratios(row, whole)
     assert found == {"itl_p99_ratio": 4.0, "itl_max_ratio": 5.0, "throughput_ratio": 0.9}
     text = verdict([whole | ratios(whole, whole), row | found])
-    assert "ITL p99 4.00 times lower (claim: 3)" in text
-    assert text.endswith("throughput 0.900 of theirs (claim: 0.9).")
+    assert "ITL p99 4.00 times lower (wanted of a real model: 3 times lower)" in text
+    assert text.endswith("throughput 0.900 of theirs (wanted: 0.9).")
     blind = whole | {"itl_ms": {"p99": 25.8, "max": 700.0}}  # interpolated: at 1 % it sees next to nothing
     text = verdict([blind | ratios(blind, blind), row | ratios(row, blind)])
-    assert "1.0% of the steps held one, too few for the p99" in text
+    assert "1.0% of the steps held a prompt, too few for the p99" in text
+    assert "ITL p99 5.81 times higher" in text
     assert "longest gap is 5.00 times shorter" in text
+    assert text.endswith("at a lower --interval or a higher --decode-prompt-len.")
     assert verdict([whole | ratios(whole, whole)]) == "Budget 128: not measured."
 
 
@@ -145,7 +188,8 @@ def test_the_command_writes_rows_and_a_picture(tmp_path):
     assert (found["model"], found["dtype"], found["attention"]) == (MODEL, "float32", "torch")
     assert found["device"].startswith("CPU")
     assert found["load"] == {
-        "num_decodes": 2, "prompt_len": 60, "max_tokens": 16, "interval": 0.05, "seconds": 0.3,
+        "num_decodes": 2, "decode_prompt_len": 32, "prompt_len": 60,
+        "max_tokens": 16, "interval": 0.05, "seconds": 0.3,
     }  # fmt: skip
     assert [row["max_num_batched_tokens"] for row in found["rows"]] == [None, 128, 16]
     assert [row["scheduler"] for row in found["rows"]] == ["continuous", "chunked", "chunked"]
@@ -180,7 +224,13 @@ def test_a_run_that_is_interrupted_keeps_the_points_it_has(tmp_path, monkeypatch
         (["--budgets", "0"], "give whole numbers from 1 on"),
         (["--seconds", "0"], "0.0 is not in the range x>0"),
         (["--interval", "0.3"], "Nothing arrives"),
+        (["--interval", "nan"], "nan is not possible: it must be a finite number"),
+        (["--seconds", "nan"], "nan is not possible: it must be a finite number"),
+        (["--seconds", "inf"], "inf is not possible: it must be a finite number"),
+        (["--interval", "1e-9"], "More than 100,000 prompts would arrive"),
         (["--decodes", "0"], "0 is not in the range x>=1"),
+        (["--decode-prompt-len", "0"], "0 is not in the range x>=1"),
+        (["--decode-prompt-len", "9000"], "decode_prompt_len=9000 is not possible"),
         (["--attention", "magic"], "attention='magic' is not possible"),
         (["--dtype", "int8"], "is not one of"),
         (["--prompt-len", "2000"], "The prompt has 2000 tokens"),

@@ -50,8 +50,17 @@ def test_each_setup_is_what_its_name_says():
     assert kinds == [(OneDNN, PlainRows), (Panels, RowKernels), (Panels, RowKernels)]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_dtype_whose_weights_are_not_packed_is_refused(dtype, tmp_path):
+    result = CliRunner().invoke(cpu_path.main, ["--out", str(tmp_path), "--quick", "--dtype", dtype])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"Error: dtype={dtype} is not possible: weights are packed as float32 or")
+
+
 @pytest.mark.parametrize(
-    "options", [["--running", "0"], ["--running", "a"], ["--rows", "0"], ["--context", "6"]], ids=str
+    "options",
+    [["--device", "cuda"], ["--running", "0"], ["--running", "a"], ["--rows", "0"], ["--context", "6"]],
+    ids=str,
 )
 def test_what_cannot_be_measured_is_refused(options, tmp_path):
     result = CliRunner().invoke(cpu_path.main, ["--out", str(tmp_path), *options])

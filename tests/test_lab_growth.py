@@ -107,6 +107,28 @@ def test_what_has_no_room_in_memory_is_left_out(tmp_path):
     assert "step_ms" not in row
 
 
+def test_a_pool_whose_books_alone_have_no_room_is_left_out(tmp_path):
+    few = ["--running=1", "--contexts=16", f"--pools={10**20}", "--context=24", "--num-seqs=1"]
+    result = run(tmp_path, *few)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "growth.json").read_text())["by_pool"]
+    assert row["skipped"].startswith("its books need 18626451492310 GiB of memory")
+    assert "schedule_ms" not in row
+    assert "its books need" in result.output
+    assert (tmp_path / "growth.png").exists()
+
+
+@pytest.mark.parametrize("name", ["growth.json", "growth.png"])
+def test_a_folder_in_the_place_of_a_file_is_refused_at_the_start(tmp_path, name):
+    (tmp_path / name).mkdir()
+    result = run(tmp_path, *POINTS)
+    assert result.exit_code == 1
+    assert f"--out {tmp_path} is not possible: growth.json and .png cannot be written there" in result.output
+    assert (
+        not (tmp_path / "growth.json").is_file() or "by_running" not in (tmp_path / "growth.json").read_text()
+    )
+
+
 def test_a_point_that_would_begin_too_late_is_left_out(tmp_path):
     assert run(tmp_path, *POINTS, "--minutes", "0").exit_code == 0
     found = json.loads((tmp_path / "growth.json").read_text())
@@ -143,6 +165,7 @@ def test_a_run_that_is_interrupted_keeps_the_points_it_has(tmp_path, monkeypatch
         (["--num-steps", "0"], "0 is not in the range x>=1"),
         (["--attention", "magic"], "attention='magic' is not possible"),
         (["--kv-cache-memory-bytes", "0"], "0 is not in the range"),
+        (["--minutes", "nan"], "nan is not possible: it must be a finite number"),
     ],
     ids=lambda value: "".join(value[:2]).strip("-") if isinstance(value, list) else "",
 )

@@ -66,6 +66,23 @@ def test_the_share_of_a_real_models_steps_is_below_one():
     assert line["share"] == pytest.approx(line["host_us"] / line["step_us"], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "nosuch"], "No model is called 'nosuch'"),
+        (["--model", "random:tiny-llama", "--device", "foo"], "foo"),
+        (["--model", "random:tiny-llama", "--temperature", "nan"], "it must be a finite number"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(options, said):
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code in (1, 2)
+    assert said in result.output
+    assert not isinstance(result.exception, ValueError)
+    assert result.output.splitlines()[-1].startswith("Error: ")
+
+
 def test_only_decode_steps_are_counted_and_the_model_is_not_among_the_hosts_work():
     llm = LLM("random:tiny-llama", max_num_seqs=4, num_blocks=64, max_num_batched_tokens=5, dtype="float32")
     forward = llm.engine.forward or llm.engine.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,17 @@ from typing import Any
 import click
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+
+
+class FiniteRange(click.FloatRange):
+    """A number within limits, and no NaN, which every comparison lets through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number. Raises click.BadParameter."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not possible: it must be a finite number.", param, ctx)
+        return number
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,13 +4,16 @@ A row has as many logits as the vocabulary has tokens, and sorting it takes long
 compute it. But the draw looks at the row's head alone, as far as the token that it finds. So only the `size`
 likeliest are sorted, and it is checked that no more is needed:
 
-    sorted head                         the others                  needed to know
-    0.55 0.25 0.12 0.05 | 0.01 0.01     0.01 each, 0.00 ...         which of them min-p and top-k keep:
-                        |                                           none, or all, and then how much they are
-                        from here on others are as likely           where top-p ends, or that u falls before
+    sorted head                             the others, not sorted
+    0.55 0.25 0.12 0.05 | 0.01 0.01         0.01 each, 0.00 ...
+        trusted         |  as likely as others that were left out: not trusted, since equals go by id
 
-What is as likely as the last of the head is not trusted: others, as likely and with lower ids, may have been
-left out. A row that could not be decided is drawn again from a longer head, in the end from all of it, by
+The others matter to the cuts. Where min-p or top-k cuts all of them off, the head knows everything. Where
+both are off, all that it must know of them is their sum, which is the rest. Where a cut falls among them, the
+row is undecided. Top-p may end among them, too; then what it keeps is known up to one token's probability,
+and the row is decided if u finds the same token for the least and for the most that it can be.
+
+A row that could not be decided is drawn again from a longer head, in the end from all of it, by
 `sampler.draw_sorted`, which is also what this must agree with. (Where u or top-p falls on a sum exactly, the
 rounding of that sum decides, and it depends on what else was added.)
 """
@@ -24,6 +27,9 @@ import torch
 from torch import Tensor
 
 from minivllm.params import SamplingParams
+
+SUMMED = 512  # numbers that become one sum at first
+LEAST_TOP_P = 1e-300  # of a sum of probabilities it is still more than nothing, so that the likeliest stays
 
 
 class Settings(NamedTuple):
@@ -41,7 +47,7 @@ class Settings(NamedTuple):
         """For these rows of logits [num_seqs, vocab_size]: one tensor, of which these are columns."""
         off = logits.shape[1]
         rows = [
-            (p.temperature, p.top_k if p.top_k > 0 else off, p.top_p, p.min_p, u)
+            (p.temperature, p.top_k if p.top_k > 0 else off, max(p.top_p, LEAST_TOP_P), p.min_p, u)
             for p, u in zip(params, uniform, strict=True)
         ]
         return cls(*torch.tensor(rows, dtype=torch.float64, device=logits.device).split(1, dim=1))
@@ -49,6 +55,16 @@ class Settings(NamedTuple):
     def rows(self, which: slice | Tensor) -> Settings:
         """Of some of the rows."""
         return Settings(*(column[which] for column in self))
+
+
+def row_sums(rows: Tensor) -> Tensor:
+    """The sum of each row [num_rows, size], [num_rows, 1]: to the last bit the same alone and beside others.
+
+    PyTorch shares one long sum among its threads, and of several each is one thread's. So blocks come first.
+    """
+    whole = rows.shape[1] - rows.shape[1] % SUMMED
+    blocks = rows[:, :whole].unflatten(1, (-1, SUMMED)).sum(dim=-1) if whole else rows[:, :0]
+    return blocks.sum(dim=-1, keepdim=True) + rows[:, whole:].sum(dim=-1, keepdim=True)
 
 
 def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -66,7 +82,7 @@ def draw_from_head(logits: Tensor, settings: Settings, size: int) -> tuple[Tenso
     weights = weights_of(logits, settings.temperature)
     ids = logits.topk(size, sorted=False).indices.sort(dim=-1).values  # equals: the lowest id first
     probs, order = weights.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    total = weights.sum(dim=-1, keepdim=True)
+    total = row_sums(weights)
     probs /= total
     first, last = probs[:, :1].clone(), probs[:, -1:].clone()
     trusted = probs > last
@@ -83,7 +99,7 @@ def draw_from_head(logits: Tensor, settings: Settings, size: int) -> tuple[Tenso
     ends = none | (every & (sums[:, -1:] >= reached))  # whether what is kept ends in the head
     probs *= sums - probs < reached
     sums = probs.cumsum(dim=-1)
-    # What is kept sums to what top-p reaches, and less than one more token, which is at most the head's last.
+    # Top-p keeps tokens until they sum to `reached`; the one that passes it is at most as likely as `last`.
     least = torch.where(ends, sums[:, -1:], reached)
     most = torch.where(ends, sums[:, -1:], (reached + last).minimum(rest))
     found, other = (torch.searchsorted(sums, settings.uniform * kept, right=True) for kept in (least, most))

@@ -10,7 +10,7 @@ import torch
 
 from minivllm.decoding.penalties import adjust
 from minivllm.decoding.sampler import sample
-from minivllm.decoding.stopping import finish_reason
+from minivllm.decoding.stopping import finish_reason, stop_token_ids
 from minivllm.errors import InvalidOption, InvalidPrompt, RequestTooLong
 from minivllm.memory.store import KVStore
 from minivllm.model.batch import Batch
@@ -77,10 +77,15 @@ def check_prompt(prompt: Sequence[int], config: ModelConfig) -> None:
 
 
 def check_params(params: SamplingParams, config: ModelConfig) -> None:
-    """Raises InvalidOption where params name a token that the model does not have."""
+    """Raises InvalidOption where params name a token that the model does not have, or leave it none."""
     for name in ("stop_token_ids", "logit_bias"):
         for token in getattr(params, name):
             if token >= config.vocab_size:
                 raise InvalidOption(
                     f"{name} names token {token}; this model's ids run from 0 to {config.vocab_size - 1}."
                 )
+    if params.min_tokens and len({*stop_token_ids(params, config.eos_token_ids)}) >= config.vocab_size:
+        raise InvalidOption(
+            f"min_tokens={params.min_tokens} is not possible with these stop_token_ids: all of this model's "
+            f"{config.vocab_size} tokens end the text, so none is left to begin it. Name fewer."
+        )

@@ -22,7 +22,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from minivllm.decoding.draw import Settings, draw_from_head, weights_of
+from minivllm.decoding.draw import Settings, draw_from_head, row_sums, weights_of
 from minivllm.errors import InvalidLogits
 from minivllm.outputs import Logprob
 from minivllm.params import SamplingParams
@@ -132,7 +132,7 @@ def sampling_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> t
 def sorted_distribution(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """`sampling_distribution` by settings."""
     weights = weights_of(logits, settings.temperature)
-    weights /= weights.sum(dim=-1, keepdim=True)
+    weights /= row_sums(weights)
     probs, order = weights.sort(dim=-1, descending=True, stable=True)
     return cut_tail(probs, settings.top_k, settings.top_p, settings.min_p), order
 
@@ -147,8 +147,8 @@ def cut_tail(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     probs = probs * (probs >= min_p * probs[:, :1])
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = probs * (rank < top_k)
-    before = probs.cumsum(dim=-1) - probs
-    return probs * (before < top_p * probs.sum(dim=-1, keepdim=True))
+    total = probs.cumsum(dim=-1)
+    return probs * (total - probs < top_p * total[:, -1:])
 
 
 def top_logprobs(logits: Tensor, token: int, k: int) -> dict[int, Logprob]:

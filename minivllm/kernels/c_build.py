@@ -2,8 +2,9 @@
 
 What the compiler makes is kept in the user's cache folder, and found there by its name: a hash of the
 sources, the flags, and what the compiler says of itself and of this CPU. So another compiler, another kind of
-machine on the same disk, or an edited source gets a file of its own. A file under its final name is whole,
-since it arrives there by one rename; processes that start at once compile it once.
+machine on the same disk, or an edited source gets a file of its own. The name ends with a hash of the file's
+own bytes: one that a full disk or a lost machine cut short is compiled anew, since to load it would end the
+process. Processes that start at once compile it once.
 """
 
 from __future__ import annotations
@@ -49,38 +50,56 @@ def load(folder: Path) -> ctypes.CDLL:
     files = [Path(__file__).with_name(name) for name in (*SOURCES, *HEADERS)]
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull])  # its version, and all that the CPU has
     digest = hashlib.sha256("\0".join([*command, macros, *map(Path.read_text, files)]).encode())
-    target = folder / f"c_paged-{digest.hexdigest()[:16]}.so"
+    name = f"c_paged-{digest.hexdigest()[:16]}"
     try:
-        if not target.exists():
-            compile_into(target, command, files[: len(SOURCES)])
-        return ctypes.CDLL(str(target))
+        kept = whole_file(folder, name) or compile_into(folder, name, command, files[: len(SOURCES)])
+        return ctypes.CDLL(str(kept))
     except OSError as error:
         raise refusal(
-            f"{target} cannot be written or loaded ({error})",
-            "Give that folder space and the right to write, or set MINIVLLM_HOME to another folder; a file "
-            "that is damaged may be deleted. Or take attention='torch'.",
+            f"{folder / name} cannot be written or loaded ({error})",
+            "Give that folder space and the right to write, or set MINIVLLM_HOME to another folder. Or take "
+            "attention='torch'.",
         ) from error
 
 
-def compile_into(target: Path, command: list[str], sources: list[Path]) -> None:
+def whole_file(folder: Path, name: str) -> Path | None:
+    """The library of this name whose bytes are those that were written, or None. Raises OSError."""
+    found = sorted(folder.glob(f"{name}-*.so"))
+    return next((path for path in found if path.name == final_name(name, path)), None)
+
+
+def final_name(name: str, path: Path) -> str:
+    """What a library is called with these bytes."""
+    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
+
+
+def compile_into(folder: Path, name: str, command: list[str], sources: list[Path]) -> Path:
     """Compile to a shared library, unless another process is faster. Raises OSError and InvalidOption."""
     from filelock import FileLock  # here: 0.1 s to import, and what is on disk needs no lock
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
-        if target.exists():
-            return
-        with TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-            made = Path(scratch, target.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        if kept := whole_file(folder, name):
+            return kept
+        with TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+            made = Path(scratch, f"{name}.so")
             run([*command, "-shared", *map(str, sources), "-o", str(made)])
             if not made.exists():
                 raise refusal(f"the compiler {shlex.join(command[:1])} made no file", WHAT_WORKS)
+            target = folder / final_name(name, made)
             os.replace(made, target)
+            return target
 
 
 def find_compiler() -> list[str]:
     """The command in CC, or else the first of COMPILERS that is there. Raises InvalidOption without any."""
-    if named := shlex.split(os.environ.get("CC", "")):
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise refusal(
+            f"the compiler in CC, {os.environ['CC']!r}, is no command ({error})", WHAT_WORKS
+        ) from error
+    if named:
         if shutil.which(named[0]) is None:
             raise refusal(f"the compiler in CC, {named[0]}, is not there", WHAT_WORKS)
         return named

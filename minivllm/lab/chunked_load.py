@@ -13,6 +13,7 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from minivllm.errors import InvalidOption
 from minivllm.lab.bench.figures import spread
 from minivllm.lab.workload import WorkloadRequest, ids_for
 
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
     from minivllm.llm import LLM
     from minivllm.step import Step
 
-DECODE_PROMPT = 32
-
 
 @dataclass(frozen=True)
 class Load:
-    """num_decodes requests decode all the time; every `interval` seconds a prompt of prompt_len tokens
-    arrives and gets max_tokens tokens of output; it ends after so many seconds."""
+    """num_decodes requests with prompts of decode_prompt_len tokens decode all the time. Once they all do,
+    time begins: every `interval` seconds a prompt of prompt_len tokens arrives and gets max_tokens tokens of
+    output, until `seconds` have passed."""
 
     num_decodes: int = 8
+    decode_prompt_len: int = 1536
     prompt_len: int = 700
     max_tokens: int = 16
     interval: float = 2.0
@@ -43,7 +44,8 @@ class Load:
         def request(prompt_len: int, max_tokens: int, arrival: float) -> WorkloadRequest:
             return WorkloadRequest(tuple(random.choices(ids, k=prompt_len)), None, max_tokens, arrival)
 
-        decodes = [request(DECODE_PROMPT, longest - DECODE_PROMPT, 0.0) for _ in range(self.num_decodes)]
+        most = longest - self.decode_prompt_len
+        decodes = [request(self.decode_prompt_len, most, 0.0) for _ in range(self.num_decodes)]
         arrivals = [i * self.interval for i in range(1, 1 + int(self.seconds / self.interval))]
         prompts = [request(self.prompt_len, self.max_tokens, at) for at in arrivals if at < self.seconds]
         return decodes + prompts
@@ -52,7 +54,9 @@ class Load:
 def measure(llm: LLM, load: Load, now: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Run the load by the clock; what happened from the first prompt's arrival on, as one row.
 
-    now: seconds. The engine's clock is set to it, from 0 on, and its steps are kept.
+    now: seconds. The engine's clock is set to it, from 0 on, and its steps are kept. It stands at 0 until all
+    that decode have their first token. Raises InvalidOption where these have no room to decode, and
+    InvalidPrompt for prompts that are too long.
     """
     from minivllm.lab.bench.minivllm_engine import replay
     from minivllm.lab.bench.result import new_records
@@ -60,17 +64,31 @@ def measure(llm: LLM, load: Load, now: Callable[[], float] = time.perf_counter) 
 
     slots = int(llm.args.num_blocks or 0) * int(llm.args.block_size or 0)
     longest = min(int(llm.args.max_model_len or 0), slots)
+    if longest <= load.decode_prompt_len:
+        raise InvalidOption(
+            f"decode_prompt_len={load.decode_prompt_len} is not possible: a request has {longest} tokens at "
+            "most (max_model_len, or what the pool holds), and its output needs some of them. Give fewer."
+        )
     requests = load.requests(llm.engine.model.config.vocab_size, longest)
     prompts = [list(request.prompt_token_ids or ()) for request in requests]
     once = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     llm.generate({"prompt_token_ids": prompts[-1]}, once, use_tqdm=False)  # warms up
     steps: list[Step] = []
-    begin = now()
+    begin: float | None = None
+    decoding: set[int] = set()
 
     def clock() -> float:
-        return now() - begin
+        return 0.0 if begin is None else now() - begin
 
-    llm.engine.clock, llm.engine.on_step = clock, steps.append
+    def on_step(step: Step) -> None:
+        nonlocal begin
+        steps.append(step)
+        if begin is None:
+            ends = ((p.request_id, p.num_computed_tokens + p.num_new_tokens) for p in step.scheduled)
+            decoding.update(request_id for request_id, end in ends if end >= load.decode_prompt_len)
+            begin = now() if len(decoding) == load.num_decodes else None
+
+    llm.engine.clock, llm.engine.on_step = clock, on_step
     records = new_records(prompts, [request.arrival for request in requests])
     replay(llm, requests, prompts, records, lambda done, total: None, clock, until=load.seconds)
     found = summary(requests, records, steps)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from minivllm.errors import MinivllmError
+from minivllm.errors import InvalidOption, MinivllmError
 from minivllm.lab.curves import QUICK_MODEL, Results, about, curve_options, in_miniature, whole_numbers
 from minivllm.lab.tables import table
 
@@ -55,6 +55,10 @@ def main(out: Path, quick: bool, **chosen: Any) -> None:
     counts = whole_numbers(chosen["running"], "--running")
     rows = whole_numbers(chosen["rows"], "--rows")
     kind = chosen["model"], chosen["dtype"]
+    if chosen["device"] not in ("auto", "cpu"):
+        raise click.BadParameter(
+            f"{chosen['device']} is not possible: it measures a CPU.", param_hint="--device"
+        )
     try:
         found = measure(out, *kind, counts, rows, chosen["context"], chosen["rounds"])
     except (MinivllmError, OSError) as error:
@@ -124,10 +128,16 @@ def _engines(model: str, dtype: str, counts: list[int], context: int) -> dict[st
     from minivllm.lab import curves
     from minivllm.lab.growth_points import blocks_needed, fill_pool
     from minivllm.llm import LLM
-    from minivllm.model.packed import OneDNN, PackedDecoder
+    from minivllm.model.packed import PACKABLE, OneDNN, PackedDecoder
 
     engines = {}
     decoders = {eager: curves.load_model(model, dtype, "cpu") for eager in (True, False)}
+    kind = decoders[True][0].dtype
+    if kind not in PACKABLE:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in PACKABLE)
+        raise InvalidOption(
+            f"dtype={str(kind).removeprefix('torch.')} is not possible: weights are packed as {names}."
+        )
     num_blocks = blocks_needed(max(counts), context, 16) + 1
     for name, options in SETUPS.items():
         decoder, tokenizer = decoders[options["enforce_eager"]]

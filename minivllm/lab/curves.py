@@ -82,13 +82,24 @@ def about(decoder: Decoder, model: str) -> dict[str, Any]:
 
 
 class Results:
-    """The file NAME.json in a folder, and NAME.png beside it. `found` is what the file holds."""
+    """The file NAME.json in a folder, and NAME.png beside it. `found` is what the file holds.
+
+    Raises InvalidOption where they cannot be written.
+    """
 
     def __init__(self, folder: Path, name: str, found: dict[str, Any]):
         self.path, self.found = folder / f"{name}.json", found
         self._begin = time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.write()  # where that cannot be, now is the time to say so
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.write()  # where that cannot be, now is the time to say so
+            if (picture := self.path.with_suffix(".png")).is_dir():
+                raise IsADirectoryError(f"{picture} is a folder")
+        except OSError as error:
+            raise InvalidOption(
+                f"--out {folder} is not possible: {name}.json and .png cannot be written there ({error}). "
+                "Name a folder that may be written to, or that may be made."
+            ) from error
 
     @property
     def elapsed(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from minivllm.cli.options import FiniteRange
 from minivllm.errors import MinivllmError
 from minivllm.lab.curves import QUICK_MODEL, curve_options, in_miniature, whole_numbers
 from minivllm.lab.growth_curves import LEAST_POOL, Plan, measure_growth
@@ -36,9 +37,7 @@ HEADS = {"by_running": "running", "by_context": "context", "by_pool": "num_block
 @click.option(
     "--kv-cache-memory-bytes", "memory", type=click.IntRange(1), default=None, help="Most of a pool."
 )
-@click.option(
-    "--minutes", type=click.FloatRange(0), default=6.0, show_default=True, help="No point begins later."
-)
+@click.option("--minutes", type=FiniteRange(0), default=6.0, show_default=True, help="No point begins later.")
 def main(out: Path, quick: bool, **chosen: Any) -> None:
     """Time decode steps by running requests, by context, and by blocks in the pool.
 

@@ -23,6 +23,7 @@ BLOCK_SIZE = 16
 # A million blocks of a real model do not fit: SmolLM2's in float32 are 703 GiB. This model's are 2 GiB.
 POOL_MODEL, POOL_SEQS, POOL_CONTEXT = "random:tiny-qwen2", 64, 64
 LEAST_POOL = 1024  # blocks, so that all these requests have room
+BYTES_OF_BOOKS = 200  # for each block, in Python: at least what its entries in lists take
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def _by_load(results: Results, plan: Plan, decoder: Decoder, tokenizer: Tokenize
 def _by_pool(results: Results, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
     """The third curve. schedule_ms: the scheduler and its books alone, without a tensor; that a pool has no
     room for its tensor does not matter to them."""
+    import torch
+
     from minivllm.llm import LLM
     from minivllm.memory.size import bytes_per_token
 
@@ -105,10 +108,15 @@ def _by_pool(results: Results, plan: Plan, dtype: torch.dtype, device: torch.dev
     used = blocks_needed(POOL_SEQS, POOL_CONTEXT, BLOCK_SIZE)
     for n in plan.pools:
         row: dict[str, Any] = {"num_blocks": n, "running": POOL_SEQS, "context": POOL_CONTEXT}
-        row["schedule_ms"] = 1e3 * step_seconds(POOL_SEQS, n)
+        free = _room(torch.device("cpu"))
         reason = _too_late(results, plan)
+        if n * BYTES_OF_BOOKS > free:
+            books = format_bytes(n * BYTES_OF_BOOKS)
+            reason = f"its books need {books} of memory; {format_bytes(free)} may be taken"
+        else:
+            row["schedule_ms"] = 1e3 * step_seconds(POOL_SEQS, n)
         if n * unit > room:
-            reason = f"needs {format_bytes(n * unit)} of memory; {format_bytes(room)} may be taken"
+            reason = reason or f"needs {format_bytes(n * unit)} of memory; {format_bytes(room)} may be taken"
         if reason:
             row["skipped"] = reason
         else:

@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from minivllm.cli.options import DTYPES
+from minivllm.cli.options import DTYPES, FiniteRange
+from minivllm.errors import MinivllmError
 from minivllm.lab.bench.result import device_name
 from minivllm.lab.host_step import MAX_STEPS, add_requests, host_step, still_engine
 from minivllm.lab.prefix_cost import Stopwatch
@@ -70,18 +71,21 @@ def cases(by: Sequence[str]) -> list[tuple[int, int, int]]:
 @click.option("--steps", type=click.IntRange(1, MAX_STEPS - 1), default=48, show_default=True)
 @click.option("--model", help="The share of this model's steps, instead.")
 @click.option("--running", type=click.IntRange(1), default=256, show_default=True, help="With --model.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="With --model.")
+@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="With --model.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="With --model.")
 @click.option("--device", default="auto", show_default=True, help="With --model.")
 def main(by: tuple[str, ...], prefix_cache: bool, steps: int, model: str | None, **real: Any) -> None:
     """Print what the host half of a step costs, as JSON lines: median microseconds of this thread."""
     if model is not None:
         n, options = real["running"], {"dtype": real["dtype"], "device": real["device"]}
-        with LLM(
-            model, max_num_seqs=n, max_model_len=512, enable_prefix_caching=prefix_cache, **options
-        ) as llm:
-            about = {"model": model, "device": device_name(llm.engine.model.device)}
-            click.echo(json.dumps(about | host_share(llm, n, steps, real["temperature"])))
+        try:
+            with LLM(
+                model, max_num_seqs=n, max_model_len=512, enable_prefix_caching=prefix_cache, **options
+            ) as llm:
+                about = {"model": model, "device": device_name(llm.engine.model.device)}
+                click.echo(json.dumps(about | host_share(llm, n, steps, real["temperature"])))
+        except MinivllmError as error:
+            raise click.ClickException(str(error)) from error
         return
     for num_running, num_blocks, num_waiting in cases(by or ("running", "pool", "waiting")):
         found = host_step(still_engine(num_running, num_blocks, num_waiting, prefix_cache), steps)

@@ -18,6 +18,7 @@ from importlib import import_module
 
 import click
 
+from minivllm.cli.options import FiniteRange
 from minivllm.errors import InvalidOption
 from minivllm.lab.attention_work import Traffic, Work, least_traffic
 from minivllm.lab.roofline import PEAKS, format_si
@@ -128,7 +129,7 @@ def traffic_rows(
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=H100.bytes_per_second / 1e9,
     show_default=f"{H100.bytes_per_second / 1e9:,.0f}, as published for an {H100.name}",
     help="GB/s (10^9 bytes).",
