@@ -14,8 +14,8 @@ row is undecided. Top-p may end among them, too; then what it keeps is known up 
 and the row is decided if u finds the same token for the least and for the most that it can be.
 
 A row that could not be decided is drawn again from a longer head, in the end from all of it, by
-`sampler.draw_sorted`, which is also what this must agree with. (Where u or top-p falls on a sum exactly, the
-rounding of that sum decides, and it depends on what else was added.)
+`sampler.draw_sorted`, which is also what this must agree with. So is one where u or top-p comes nearer to a
+sum than SLACK: there the rounding of that sum decides, and it depends on what else was added.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from minivllm.params import SamplingParams
 
 SUMMED = 512  # numbers that become one sum at first
+SLACK = 1e-9  # further from it than any sum of probabilities can be by rounding
 LEAST_TOP_P = 1e-300  # of a sum of probabilities it is still more than nothing, so that the likeliest stays
 
 
@@ -96,13 +97,14 @@ def draw_from_head(logits: Tensor, settings: Settings, size: int) -> tuple[Tenso
     sums = probs.cumsum(dim=-1)
     rest = sums[:, -1:] + others
     reached = settings.top_p * rest
-    ends = none | (every & (sums[:, -1:] >= reached))  # whether what is kept ends in the head
-    probs *= sums - probs < reached
-    sums = probs.cumsum(dim=-1)
+    ends = none | (every & (sums[:, -1:] >= reached + SLACK))  # whether what is kept ends in the head
+    least, most = ((probs * (sums - probs < reached + e)).sum(-1, keepdim=True) for e in (-SLACK, SLACK))
     # Top-p keeps tokens until they sum to `reached`; the one that passes it is at most as likely as `last`.
-    least = torch.where(ends, sums[:, -1:], reached)
-    most = torch.where(ends, sums[:, -1:], (reached + last).minimum(rest))
-    found, other = (torch.searchsorted(sums, settings.uniform * kept, right=True) for kept in (least, most))
-    certain = ends | (every & (found == other) & (settings.uniform * most < sums[:, -1:]))
-    found = found.minimum((probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
-    return ids.gather(1, order.gather(1, found))[:, 0], certain[:, 0]
+    least = torch.where(ends, least, reached)
+    most = torch.where(ends, most, (reached + last).minimum(rest))
+    found, other = (
+        torch.searchsorted(sums, settings.uniform * kept + e, right=True)
+        for kept, e in ((least, -SLACK), (most, SLACK))
+    )
+    certain = (ends | every) & (found == other) & (found < size)
+    return ids.gather(1, order.gather(1, found.clamp_(max=size - 1)))[:, 0], certain[:, 0]
