@@ -42,9 +42,7 @@ SHAPES = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True)
-FLAT = SamplingParams(
-    temperature=100, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True
-)  # all rows are sorted
+FLAT = replace(SAMPLED, temperature=100)  # all rows are sorted
 
 
 def make(config: Any, dtype: str = "float32", **options: Any) -> LLM:
